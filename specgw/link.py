@@ -1,0 +1,97 @@
+"""The link between a verifier and a proposer: the interface, and the one inside a process.
+
+The other implementation, over gRPC, is `verifier_svc/proposer_link.py`. Both pass
+`tests/conformance/test_link.py`. Tests inject faults by implementing these interfaces
+(`tests/doubles.py`).
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from specgw.errors import SpecgwError
+from specgw.types import DraftBlock, Hello, HelloAck, ProposeStep
+
+
+class LinkListener(Protocol):
+    """Where a link reports to. May be called from any thread; never blocks."""
+
+    def link_up(self, link: "ProposerLink", ack: HelloAck) -> None:
+        """Sessions can be opened; none is open on the other side."""
+
+    def link_down(self, link: "ProposerLink", detail: str) -> None:
+        """Every session on the other side is lost. `detail` is for people."""
+
+    def blocks_arrived(self, link: "ProposerLink", blocks: Sequence[DraftBlock]) -> None:
+        """Blocks were drafted. They may be late, foreign or malformed."""
+
+
+class ProposerLink(Protocol):
+    """One verifier's way to one proposer. Reconnects by itself until stopped."""
+
+    address: str
+
+    def start(self, hello: Hello, listener: LinkListener) -> None:
+        """Begins to connect. Reports to `listener` from then on."""
+
+    def send(self, step: ProposeStep) -> None:
+        """Hands a step over. Neither blocks nor raises; a step is lost only with the link."""
+
+    def stop(self) -> None:
+        """Ends the link for good. Nothing is reported afterwards."""
+
+
+class Proposer(Protocol):
+    """The core of a proposer: sessions of several verifiers, one thread, no clock, no network."""
+
+    def connect(self, hello: Hello) -> HelloAck:
+        """Greets a verifier.
+
+        Raises:
+            IncompatibleModels: with one line for each mismatch.
+        """
+
+    def disconnect(self, verifier_id: str) -> None:
+        """Drops every session of a verifier."""
+
+    def apply(self, verifier_id: str, step: ProposeStep) -> Sequence[DraftBlock]:
+        """Applies a step and returns the blocks that can be answered at once: the refusals."""
+
+    def step(self) -> Sequence[tuple[str, DraftBlock]]:
+        """Runs one batch over all sessions; returns finished blocks with their verifier's id."""
+
+    def has_work(self) -> bool:
+        """Whether `step` has something to do."""
+
+
+class InProcessLink:
+    """Runs a proposer in the caller's thread: draft and target take turns on the same cores."""
+
+    def __init__(self, proposer: Proposer, address: str = "inproc") -> None:
+        self.address = address
+        self._proposer = proposer
+        self._listener: LinkListener | None = None
+        self._verifier_id = ""
+
+    def start(self, hello: Hello, listener: LinkListener) -> None:
+        self._verifier_id = hello.verifier_id
+        try:
+            ack = self._proposer.connect(hello)
+        except SpecgwError as error:
+            listener.link_down(self, str(error))
+            return
+        self._listener = listener
+        listener.link_up(self, ack)
+
+    def send(self, step: ProposeStep) -> None:
+        if self._listener is None:
+            return
+        blocks = list(self._proposer.apply(self._verifier_id, step))
+        while self._proposer.has_work():
+            blocks += [block for _, block in self._proposer.step()]
+        if blocks:
+            self._listener.blocks_arrived(self, blocks)
+
+    def stop(self) -> None:
+        if self._listener is not None:
+            self._listener = None
+            self._proposer.disconnect(self._verifier_id)

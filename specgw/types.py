@@ -1,0 +1,235 @@
+"""The values that services exchange, as plain frozen objects. No protobuf, no torch, no I/O.
+
+`wire.py` turns them into messages and back; names and meanings are those of `protos/specgw/v1`.
+"""
+
+import enum
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from specgw.errors import InvalidRequest
+
+PROTOCOL_VERSION = 1
+
+_INT64_MAX = 2**63 - 1
+
+
+class FinishReason(enum.Enum):
+    """Why generation ended, by its OpenAI name."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+class UndraftedReason(enum.Enum):
+    """Why a session has no draft in a round."""
+
+    DISABLED = "disabled"
+    UNAVAILABLE = "unavailable"
+    LATE = "late"
+    NO_SLOT = "no_slot"
+    NO_MEMORY = "no_memory"
+    CONTEXT_LIMIT = "context_limit"
+    RESYNC = "resync"
+    EMPTY = "empty"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How output tokens are chosen. Names, defaults and ranges are vLLM's.
+
+    `stop` strings and `skip_special_tokens` are matters of text: the gateway and `LLM` apply them,
+    the verifier never sees them. `max_tokens=None` means up to the context limit. `top_k` of 0 or
+    -1 means all.
+
+    Raises:
+        InvalidRequest: naming the field, its value and the rule.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    max_tokens: int | None = 16
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        for name, is_valid, rule in self._rules():
+            if not is_valid:
+                raise InvalidRequest(name, getattr(self, name), rule)
+
+    def _rules(self) -> Sequence[tuple[str, bool, str]]:
+        return (
+            (
+                "temperature",
+                math.isfinite(self.temperature) and 0 <= self.temperature <= 2,
+                "must be in [0, 2]",
+            ),
+            ("top_p", 0 < self.top_p <= 1, "must be in (0, 1]"),
+            ("top_k", self.top_k >= -1, "must be at least 1, or 0 or -1 to switch it off"),
+            (
+                "seed",
+                self.seed is None or -_INT64_MAX - 1 <= self.seed <= _INT64_MAX,
+                "must fit 64 bits",
+            ),
+            (
+                "max_tokens",
+                self.max_tokens is None or self.max_tokens >= 1,
+                "must be at least 1",
+            ),
+            ("stop", all(self.stop), "must not contain an empty string"),
+            ("stop", len(self.stop) <= 16, "must have at most 16 strings"),
+            ("stop_token_ids", all(i >= 0 for i in self.stop_token_ids), "must not be negative"),
+        )
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most probable token is always chosen; vLLM's threshold."""
+        return self.temperature < 1e-5
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDescription:
+    """What one service has loaded."""
+
+    name: str
+    architecture: str
+    vocab_size: int
+    vocab_fingerprint: str
+    max_model_len: int
+    dtype: str
+    device: str
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """Introduces a verifier to a proposer."""
+
+    verifier_id: str
+    target_model: ModelDescription
+    max_draft_tokens: int
+    protocol_version: int = PROTOCOL_VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class HelloAck:
+    """What a proposer offers a verifier."""
+
+    proposer_id: str
+    method: str
+    draft_model: ModelDescription
+    max_draft_tokens: int
+    extra_slots_per_session: int
+    max_sessions: int
+    protocol_version: int = PROTOCOL_VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class OpenSession:
+    """Begins a session from the whole context, or begins it anew."""
+
+    session_id: int
+    token_ids: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """Appends output tokens at `base_length` and asks for up to `max_draft_tokens` more."""
+
+    session_id: int
+    base_length: int
+    token_ids: Sequence[int]
+    max_draft_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class ProposeStep:
+    """Changes to a verifier's sessions, applied in the order open, commit, close."""
+
+    open: Sequence[OpenSession] = ()
+    commit: Sequence[Commit] = ()
+    close: Sequence[int] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.open or self.commit or self.close)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftBlock:
+    """Draft tokens that continue the context of `base_length` tokens, or the reason for none."""
+
+    session_id: int
+    base_length: int
+    token_ids: Sequence[int] = ()
+    reason: UndraftedReason | None = None
+    draft_s: float = 0.0
+
+
+@dataclass(slots=True)
+class SpeculationStats:
+    """Counts what became of draft tokens. Only the owner adds; readers take copies.
+
+    A draft is a round with at least one token to verify, as in vLLM. Accepted tokens are counted
+    after the output was cut at its end; bonus tokens are not among them.
+    """
+
+    draft_count: int = 0
+    draft_token_count: int = 0
+    accepted_token_count: int = 0
+    accepted_per_position: list[int] = field(default_factory=list)
+    undrafted: dict[UndraftedReason, int] = field(default_factory=dict)
+
+    def count_round(self, num_drafted: int, num_accepted: int) -> None:
+        """Counts a round that verified `num_drafted` (at least 1) tokens."""
+        self.draft_count += 1
+        self.draft_token_count += num_drafted
+        self.accepted_token_count += num_accepted
+        missing = num_drafted - len(self.accepted_per_position)
+        self.accepted_per_position.extend([0] * missing)
+        for position in range(num_accepted):
+            self.accepted_per_position[position] += 1
+
+    def count_undrafted(self, reason: UndraftedReason) -> None:
+        """Counts a decode round without a draft."""
+        self.undrafted[reason] = self.undrafted.get(reason, 0) + 1
+
+    def copy(self) -> "SpeculationStats":
+        """Returns a snapshot."""
+        return SpeculationStats(
+            self.draft_count,
+            self.draft_token_count,
+            self.accepted_token_count,
+            list(self.accepted_per_position),
+            dict(self.undrafted),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """One request to a verifier."""
+
+    request_id: str
+    prompt_token_ids: Sequence[int]
+    sampling_params: SamplingParams
+    output_token_ids: Sequence[int] = ()
+    proposer_address: str = ""
+    max_draft_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateOutput:
+    """Output tokens committed in one step; the last one of a request has a finish reason."""
+
+    token_ids: Sequence[int]
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    seed: int | None = None
+    speculation: SpeculationStats | None = None
