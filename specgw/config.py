@@ -103,6 +103,7 @@ class VerifierSettings(_Frozen):
     kv_cache_tokens: PositiveInt | None = None
     max_waiting_requests: Annotated[int, Field(ge=0)] = 256
     draft_timeout_s: Seconds = 1.0
+    wait_for_slow_drafts: bool = False
     drain_grace_s: Seconds = 30.0
 
 

@@ -1,0 +1,305 @@
+"""Keeps sessions open on proposers, asks for blocks, and says how long a step may wait for them.
+
+Nothing here can change an answer: a block is only an offer. The rules for waiting:
+
+- A session waits for its block until a deadline taken from the proposer's recent answers.
+- A proposer that misses deadlines in a row, or needs longer than a fully accepted block could save,
+  is slow: it is asked no more, but for one session in a while that sees whether it recovered.
+- A step that could start without some sessions waits for those whose block is due within one step.
+"""
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from specgw.link import ProposerLink
+from specgw.types import Commit, DraftBlock, HelloAck, OpenSession, ProposeStep, UndraftedReason
+from verifier_svc.session import Session
+
+logger = logging.getLogger(__name__)
+
+_AVERAGE_WEIGHT = 0.2  # of the newest value in a moving average
+_DEADLINE_FACTOR = 4.0  # deadline of a block, in average answer times
+_MIN_DEADLINE_S = 0.01
+_MISSES_TO_SLOW = 3  # deadlines missed in a row
+_RETRY_S = 1.0  # before a session that was refused asks again
+_RETRY_AFTER_S = {UndraftedReason.RESYNC: 0.0, UndraftedReason.CONTEXT_LIMIT: math.inf}
+_MIN_PROBE_S = 0.25  # before a slow proposer is asked again; doubles up to the maximum
+_MAX_PROBE_S = 8.0
+
+
+def moving_average(average: float | None, value: float) -> float:
+    """Returns the exponential moving average after one more value."""
+    return value if average is None else average + _AVERAGE_WEIGHT * (value - average)
+
+
+@dataclass(slots=True)
+class _Peer:
+    """One proposer as this verifier knows it, and what the next message to it will carry."""
+
+    link: ProposerLink
+    ack: HelloAck | None = None
+    detail: str = "not connected yet"
+    session_ids: set[int] = field(default_factory=set)
+    open: list[OpenSession] = field(default_factory=list)
+    commit: list[Commit] = field(default_factory=list)
+    close: list[int] = field(default_factory=list)
+    answer_s: float | None = None  # moving average of the time from asking to a block
+    misses: int = 0
+    is_slow: bool = False
+    probe_at: float = 0.0
+    probe_s: float = _MIN_PROBE_S
+
+    def take_step(self) -> ProposeStep:
+        step = ProposeStep(tuple(self.open), tuple(self.commit), tuple(self.close))
+        self.open.clear()
+        self.commit.clear()
+        self.close.clear()
+        return step
+
+    def miss(self, now: float) -> None:
+        self.misses += 1
+        if self.is_slow or self.misses >= _MISSES_TO_SLOW:
+            self.mark_slow(now)
+
+    def mark_slow(self, now: float) -> None:
+        if not self.is_slow:
+            logger.warning("proposer is slow", extra={"address": self.link.address})
+        self.probe_s = min(self.probe_s * 2, _MAX_PROBE_S) if self.is_slow else _MIN_PROBE_S
+        self.is_slow = True
+        self.probe_at = now + self.probe_s
+
+    def mark_fast(self) -> None:
+        if self.is_slow:
+            logger.info("proposer recovered", extra={"address": self.link.address})
+        self.is_slow = False
+        self.misses = 0
+
+    def measure(self, answer_s: float) -> float:
+        """Returns the average with one more answer; a slow proposer is judged by the newest."""
+        average = None if self.is_slow else self.answer_s
+        self.answer_s = moving_average(average, answer_s)
+        return self.answer_s
+
+
+@dataclass(frozen=True, slots=True)
+class PeerStatus:
+    """A snapshot of one proposer for `GetVerifierInfo`."""
+
+    address: str
+    is_connected: bool
+    method: str
+    session_count: int
+    detail: str
+
+
+class Drafting:
+    """Every session's dealings with proposers. One thread; the caller passes the time."""
+
+    def __init__(
+        self,
+        links: Sequence[ProposerLink],
+        vocab_size: int,
+        draft_timeout_s: float,
+        wait_for_slow_drafts: bool = False,
+    ) -> None:
+        self._peers = {link.address: _Peer(link) for link in links}
+        self._vocab_size = vocab_size
+        self._draft_timeout_s = draft_timeout_s
+        self._wait_for_slow_drafts = wait_for_slow_drafts
+        self.step_s: float | None = None
+        self.on_answer: Callable[[float, float], None] | None = None
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """The proposers configured."""
+        return tuple(self._peers)
+
+    def status(self) -> tuple[PeerStatus, ...]:
+        """Returns a snapshot of every proposer."""
+        return tuple(
+            PeerStatus(
+                address=address,
+                is_connected=peer.ack is not None,
+                method=peer.ack.method if peer.ack else "",
+                session_count=len(peer.session_ids),
+                detail="" if peer.ack else peer.detail,
+            )
+            for address, peer in self._peers.items()
+        )
+
+    # Links come and go.
+
+    def link_up(self, address: str, ack: HelloAck) -> None:
+        """A proposer can be asked from now on."""
+        peer = self._peers[address]
+        peer.ack, peer.answer_s, peer.is_slow = ack, None, False
+        logger.info("proposer connected", extra={"address": address, "method": ack.method})
+
+    def link_down(self, address: str, detail: str, sessions: Mapping[int, Session]) -> None:
+        """Every session open on the proposer is lost there, and waits no more."""
+        peer = self._peers[address]
+        if peer.ack is not None or peer.detail != detail:
+            logger.warning("proposer unavailable", extra={"address": address, "detail": detail})
+        peer.ack, peer.detail = None, detail
+        peer.take_step()
+        for session_id in peer.session_ids:
+            session = sessions[session_id]
+            session.draft.reset()
+            session.draft.reason = UndraftedReason.UNAVAILABLE
+        peer.session_ids.clear()
+
+    # A session's life.
+
+    def open(self, session: Session, now: float) -> None:
+        """Opens a session that is to be drafted on a proposer, so that both prefills overlap."""
+        peer = self._peer_for(session, now)
+        if peer is not None and session.draft_room() > 0:
+            self._open_on(peer, session)
+
+    def ask(self, session: Session, now: float) -> None:
+        """Asks for the block that continues the session's context as it is now."""
+        draft = session.draft
+        draft.take()
+        num_tokens = session.draft_room()
+        if num_tokens <= 0:
+            draft.reason = UndraftedReason.DISABLED
+            return
+        peer = self._peer_for(session, now)
+        if peer is None or peer.ack is None:
+            return
+        if draft.asked_length is not None:
+            draft.reason = UndraftedReason.LATE
+            return
+        if self._is_resting(peer, now):
+            draft.reason = UndraftedReason.UNAVAILABLE
+            return
+        if not draft.is_open:
+            self._open_on(peer, session)
+        num_tokens = min(num_tokens, peer.ack.max_draft_tokens)
+        missing = tuple(session.context[draft.known_length :])
+        peer.commit.append(Commit(session.session_id, draft.known_length, missing, num_tokens))
+        draft.known_length = draft.asked_length = len(session.context)
+        draft.asked_at, draft.asked_tokens = now, num_tokens
+        draft.reason = UndraftedReason.LATE
+        draft.deadline = now + self._wait_s(peer, draft.is_first)
+
+    def close(self, session: Session) -> None:
+        """Ends the session on its proposer."""
+        peer = self._peers.get(session.draft.address)
+        if peer is not None and session.draft.is_open:
+            peer.close.append(session.session_id)
+            peer.session_ids.discard(session.session_id)
+        session.draft.reset()
+
+    def flush(self) -> None:
+        """Sends each proposer one message with everything gathered for it."""
+        for peer in self._peers.values():
+            if step := peer.take_step():
+                peer.link.send(step)
+
+    # Blocks arrive.
+
+    def receive(self, address: str, block: DraftBlock, session: Session, now: float) -> None:
+        """Takes a block if it continues the session's context; drops it otherwise."""
+        peer, draft = self._peers[address], session.draft
+        if draft.address != address or draft.asked_length != block.base_length:
+            return
+        self._measure(peer, session, block, now)
+        draft.asked_length = draft.deadline = None
+        draft.is_first = False
+        if block.reason is not None:
+            self._refused(peer, session, block.reason, now)
+        elif block.base_length == len(session.context):
+            draft.token_ids = self._usable(block, draft.asked_tokens)
+            draft.reason = UndraftedReason.EMPTY
+
+    # How long to wait.
+
+    def expire(self, sessions: Iterable[Session], now: float) -> None:
+        """Ends the waiting of sessions whose deadline has passed."""
+        late = set()
+        for session in sessions:
+            draft = session.draft
+            if draft.deadline is not None and draft.deadline <= now:
+                draft.deadline = None
+                late.add(draft.address)
+        for address in late:
+            self._peers[address].miss(now)
+
+    def due_at(self, session: Session) -> float:
+        """When the block of a waiting session is expected."""
+        answer_s = self._peers[session.draft.address].answer_s
+        return session.draft.asked_at + (answer_s or 0.0)
+
+    def _is_resting(self, peer: _Peer, now: float) -> bool:
+        """Whether the proposer is too slow to be asked; lets one session through to probe it."""
+        if not peer.is_slow or self._wait_for_slow_drafts:
+            return False
+        if now < peer.probe_at:
+            return True
+        peer.probe_at = now + self._draft_timeout_s
+        return False
+
+    def _wait_s(self, peer: _Peer, is_first: bool) -> float:
+        if is_first or peer.answer_s is None or self._wait_for_slow_drafts:
+            return self._draft_timeout_s
+        wait_s = max(_MIN_DEADLINE_S, _DEADLINE_FACTOR * peer.answer_s)
+        return min(wait_s, self._draft_timeout_s)
+
+    def _measure(self, peer: _Peer, session: Session, block: DraftBlock, now: float) -> None:
+        """Judges the proposer by one more answer; the first of a session holds its prefill."""
+        answer_s = now - session.draft.asked_at
+        if self.on_answer is not None:
+            self.on_answer(answer_s, block.draft_s)
+        if session.draft.is_first:
+            return
+        saves_s = math.inf if self.step_s is None else session.draft.asked_tokens * self.step_s
+        if peer.measure(answer_s) <= saves_s:
+            peer.mark_fast()
+        else:
+            peer.mark_slow(now)
+
+    # Which proposer.
+
+    def _peer_for(self, session: Session, now: float) -> _Peer | None:
+        """Returns the session's proposer, or the least loaded one that it may be opened on."""
+        draft = session.draft
+        current = self._peers.get(draft.address)
+        if draft.is_open and current is not None:
+            return current
+        if now < draft.retry_at:
+            return None
+        wanted = session.request.proposer_address
+        candidates = [
+            peer
+            for address, peer in self._peers.items()
+            if peer.ack is not None and wanted in ("", address)
+        ]
+        if not candidates:
+            draft.reason = UndraftedReason.UNAVAILABLE
+            return None
+        return min(candidates, key=lambda peer: (peer.is_slow, len(peer.session_ids)))
+
+    def _open_on(self, peer: _Peer, session: Session) -> None:
+        session.draft.reset(peer.link.address)
+        session.draft.is_open = True
+        session.draft.known_length = len(session.context)
+        peer.session_ids.add(session.session_id)
+        peer.open.append(OpenSession(session.session_id, tuple(session.context)))
+
+    def _refused(self, peer: _Peer, session: Session, reason: UndraftedReason, now: float) -> None:
+        peer.session_ids.discard(session.session_id)
+        if reason is not UndraftedReason.RESYNC:
+            peer.close.append(session.session_id)
+        session.draft.reset()
+        session.draft.reason = reason
+        session.draft.retry_at = now + _RETRY_AFTER_S.get(reason, _RETRY_S)
+
+    def _usable(self, block: DraftBlock, num_tokens: int) -> Sequence[int]:
+        """Returns the leading tokens that are ids of the target's and were asked for."""
+        for position, token_id in enumerate(block.token_ids[:num_tokens]):
+            if not 0 <= token_id < self._vocab_size:
+                return block.token_ids[:position]
+        return block.token_ids[:num_tokens]

@@ -1,0 +1,100 @@
+"""What other threads tell the engine thread, in the order they told it."""
+
+import queue
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from specgw.link import ProposerLink
+from specgw.types import DraftBlock, GenerateRequest, HelloAck
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """A request to answer; it has passed `check_request`."""
+
+    session_id: int
+    request: GenerateRequest
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Nobody waits for the session any more."""
+
+    session_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class LinkUp:
+    """A proposer can be asked."""
+
+    address: str
+    ack: HelloAck
+
+
+@dataclass(frozen=True, slots=True)
+class LinkDown:
+    """A proposer is lost, with every session on it."""
+
+    address: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """A proposer has drafted."""
+
+    address: str
+    blocks: Sequence[DraftBlock]
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """The loop shall end."""
+
+
+Event = Submit | Cancel | LinkUp | LinkDown | Blocks | Stop
+
+
+class Inbox:
+    """The scheduler's only door. Every method but `get` may be called from any thread.
+
+    It is the `LinkListener` of every proposer link.
+    """
+
+    def __init__(self) -> None:
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+
+    def submit(self, session_id: int, request: GenerateRequest, seed: int) -> None:
+        """Brings a request."""
+        self._events.put(Submit(session_id, request, seed))
+
+    def cancel(self, session_id: int) -> None:
+        """Frees a session before the next step. Harmless if it has ended."""
+        self._events.put(Cancel(session_id))
+
+    def stop(self) -> None:
+        """Ends the loop after the step in progress."""
+        self._events.put(Stop())
+
+    def link_up(self, link: ProposerLink, ack: HelloAck) -> None:
+        self._events.put(LinkUp(link.address, ack))
+
+    def link_down(self, link: ProposerLink, detail: str) -> None:
+        self._events.put(LinkDown(link.address, detail))
+
+    def blocks_arrived(self, link: ProposerLink, blocks: Sequence[DraftBlock]) -> None:
+        self._events.put(Blocks(link.address, blocks))
+
+    def get(self, timeout_s: float | None) -> Event | None:
+        """Returns the next event, or none after `timeout_s`; waits for ever if that is none."""
+        try:
+            if timeout_s is not None and timeout_s <= 0:
+                return self._events.get_nowait()
+            return self._events.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+
+    def is_empty(self) -> bool:
+        """Whether nothing waits to be read."""
+        return self._events.empty()

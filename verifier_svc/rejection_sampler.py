@@ -1,0 +1,29 @@
+"""Decides which draft tokens survive. Pure functions: no model, no session, no clock.
+
+One-hot rule (Leviathan et al., 2023, arXiv:2211.17192, with q a point mass on the draft x_i): draw
+y_i ~ p_i at every position, accept x_i iff x_i = y_i, emit y_i at the first mismatch. It accepts
+with probability p_i(x_i), and is lossless for any proposer, since y_i never depends on x_i. Because
+y_i is drawn with noise keyed by (seed, position), the output does not depend on the drafts at all.
+"""
+
+from collections.abc import Sequence
+
+
+def accept_matching(
+    draft_token_ids: Sequence[int], target_token_ids: Sequence[int]
+) -> tuple[Sequence[int], int]:
+    """Applies the one-hot rule to one block.
+
+    Args:
+        draft_token_ids: The draft tokens x_1..x_K.
+        target_token_ids: Samples y_1..y_K+1 of the target, one for each draft token and one more.
+
+    Returns:
+        The output tokens (accepted, then the recovered or bonus token) and the number accepted.
+    """
+    num_accepted = 0
+    for draft, target in zip(draft_token_ids, target_token_ids, strict=False):
+        if draft != target:
+            break
+        num_accepted += 1
+    return target_token_ids[: num_accepted + 1], num_accepted

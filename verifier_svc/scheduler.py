@@ -1,0 +1,343 @@
+"""The verifier's loop: drain, batch, forward, verify, commit.
+
+One thread runs it and owns every session. Other threads only put events into `inbox`; outputs go
+out through `deliver`, one call a step. Knows no network.
+"""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from specgw.engine.kv_cache import OutOfBlocks
+
+from specgw.errors import Overloaded, SpecgwError
+from specgw.types import GenerateOutput, SpeculationStats
+from verifier_svc.drafting import Drafting, PeerStatus, moving_average
+from verifier_svc.inbox import Blocks, Cancel, Event, Inbox, LinkDown, LinkUp, Stop, Submit
+from verifier_svc.session import Session, open_session
+from verifier_svc.verifier import Verified, Verifier, VerifyRows
+
+logger = logging.getLogger(__name__)
+
+Deliver = Callable[[Sequence[tuple[int, GenerateOutput | SpecgwError]]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """What the scheduler keeps to."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_waiting_requests: int
+    max_draft_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The scheduler's state after a step, safe to read from any thread."""
+
+    running_count: int
+    waiting_count: int
+    kv_used_tokens: int
+    step_count: int
+    output_token_count: int
+    preemption_count: int
+    proposers: tuple[PeerStatus, ...]
+    speculation: SpeculationStats
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """One step's figures, for metrics."""
+
+    num_rows: int
+    forward_s: float
+
+
+class Scheduler:
+    """Continuous batching: sessions whose drafts have arrived beside sessions without any."""
+
+    def __init__(
+        self,
+        verifier: Verifier,
+        drafting: Drafting,
+        limits: SchedulerLimits,
+        deliver: Deliver,
+        on_step: Callable[[StepReport], None] = lambda report: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._verifier = verifier
+        self._drafting = drafting
+        self._limits = limits
+        self._deliver = deliver
+        self._on_step = on_step
+        self._clock = clock
+        self.inbox = Inbox()
+        self._sessions: dict[int, Session] = {}
+        self._running: list[Session] = []  # oldest first
+        self._waiting: deque[Session] = deque()
+        self._outputs: list[tuple[int, GenerateOutput | SpecgwError]] = []
+        self._speculation = SpeculationStats()
+        self._step_count = self._output_token_count = self._preemption_count = 0
+        self._is_stopping = False
+        self.snapshot = self._take_snapshot()
+
+    def run(self) -> None:
+        """Steps until stopped; sleeps while there is nothing to do."""
+        while not self._is_stopping:
+            self.step()
+
+    def has_sessions(self) -> bool:
+        """Whether a request is unanswered."""
+        return bool(self._sessions) or not self.inbox.is_empty()
+
+    def step(self) -> None:
+        """One round for every session that is ready."""
+        self._drain()
+        self._drafting.flush()  # lets the proposer work while the target does
+        batch = self._build_batch()
+        if batch:
+            verified = self._verify(batch)
+            self._commit(batch, verified)
+        self._flush()
+
+    # 1. Drain the inbox and wait until a step can start.
+
+    def _drain(self) -> None:
+        while not self._is_stopping:
+            now = self._clock()
+            self._drafting.expire(self._running, now)
+            self._start_waiting()
+            start_at = self._start_at(now)
+            wait_s = None if start_at is None else start_at - now
+            if wait_s is None or wait_s > 0:
+                self._flush()
+            event = self.inbox.get(wait_s)
+            if event is not None:
+                self._take(event)
+            elif wait_s is not None and wait_s <= 0:
+                return
+
+    def _start_at(self, now: float) -> float | None:
+        """When the next step may start: none while there is nothing to do."""
+        awaiting = [s for s in self._running if s.draft.deadline is not None]
+        if len(awaiting) < len(self._running):
+            return max((self._worth_waiting(s, now) for s in awaiting), default=now)
+        return min((s.draft.deadline or now for s in awaiting), default=None)
+
+    def _worth_waiting(self, session: Session, now: float) -> float:
+        """Until when a step that could start waits for one more session's block.
+
+        Joining this step saves the session a step of its own, so that is what it may cost.
+        """
+        step_s = self._drafting.step_s or 0.0
+        due_at = self._drafting.due_at(session)
+        return due_at + step_s / 2 if due_at <= now + step_s else now
+
+    def _take(self, event: Event) -> None:
+        match event:
+            case Submit():
+                self._admit(event)
+            case Cancel(session_id):
+                if session_id in self._sessions:
+                    self._end(self._sessions[session_id])
+            case LinkUp(address, ack):
+                self._drafting.link_up(address, ack)
+            case LinkDown(address, detail):
+                self._drafting.link_down(address, detail, self._sessions)
+            case Blocks(address, blocks):
+                for block in blocks:
+                    if session := self._sessions.get(block.session_id):
+                        self._drafting.receive(address, block, session, self._clock())
+            case Stop():
+                self._is_stopping = True
+
+    def _admit(self, event: Submit) -> None:
+        runner = self._verifier.runner
+        if len(self._waiting) >= self._limits.max_waiting_requests + self._free_seqs:
+            message = f"{len(self._waiting)} requests wait already, which is the limit"
+            self._outputs.append((event.session_id, Overloaded(message)))
+            return
+        session = open_session(
+            event.session_id,
+            event.request,
+            event.seed,
+            max_draft_tokens=self._limits.max_draft_tokens,
+            max_model_len=runner.max_model_len,
+            eos_token_ids=runner.eos_token_ids,
+        )
+        self._sessions[session.session_id] = session
+        self._waiting.append(session)
+        self._drafting.open(session, self._clock())
+
+    def _start_waiting(self) -> None:
+        """Lets waiting sessions run, first come first served, as slots and KV blocks allow."""
+        kv_cache = self._verifier.runner.kv_cache
+        while self._waiting and self._free_seqs > 0:
+            session = self._waiting[0]
+            cache = kv_cache.new_sequence()
+            try:
+                cache.reserve(len(session.context))
+            except OutOfBlocks:
+                cache.release()
+                return
+            session.cache = cache
+            self._running.append(self._waiting.popleft())
+
+    # 2. Build one ragged batch.
+
+    @property
+    def _free_seqs(self) -> int:
+        return self._limits.max_num_seqs - len(self._running)
+
+    def _build_batch(self) -> list[tuple[Session, VerifyRows]]:
+        """Takes decoding sessions first, then prefill chunks, oldest first, as rows allow."""
+        ready = [s for s in self._running if s.draft.deadline is None]
+        ready.sort(key=lambda session: not session.is_decoding)
+        batch: dict[int, tuple[Session, VerifyRows]] = {}
+        budget = self._limits.max_num_batched_tokens
+        for session in ready:
+            if budget and session in self._running:
+                rows = self._reserve(session, budget, batch)
+                if rows is not None:
+                    batch[session.session_id] = session, rows
+                    budget -= len(rows.missing_token_ids) + len(rows.draft_token_ids)
+        return list(batch.values())
+
+    def _reserve(
+        self, session: Session, budget: int, batch: dict[int, tuple[Session, VerifyRows]]
+    ) -> VerifyRows | None:
+        """Makes room in the KV cache for a session's rows, at the cost of younger sessions."""
+        rows = self._rows(session, budget)
+        num_rows = len(rows.missing_token_ids) + len(rows.draft_token_ids)
+        while True:
+            try:
+                rows.cache.reserve(rows.cache.length + num_rows)
+            except OutOfBlocks:
+                youngest = self._running[-1]
+                self._preempt(youngest)
+                batch.pop(youngest.session_id, None)
+                if youngest is session:
+                    return None
+            else:
+                return rows
+
+    def _rows(self, session: Session, budget: int) -> VerifyRows:
+        assert session.cache is not None  # running sessions have one
+        first = session.cache.length
+        missing = session.context[first : first + budget]
+        is_complete = first + len(missing) == len(session.context)
+        draft = session.draft.take() if is_complete else ()
+        return VerifyRows(
+            cache=session.cache,
+            context_length=len(session.context),
+            missing_token_ids=missing,
+            draft_token_ids=draft[: budget - len(missing)],
+            is_complete=is_complete,
+            sampling_params=session.request.sampling_params,
+            seed=session.seed,
+        )
+
+    def _preempt(self, session: Session) -> None:
+        """Takes a session's cache away; it waits in front and is recomputed from its context."""
+        self._running.remove(session)
+        self._waiting.appendleft(session)
+        session.draft.take()
+        self._release(session)
+        self._preemption_count += 1
+        logger.info("session preempted", extra={"session_id": session.session_id})
+
+    # 3. Run the target model and verify.
+
+    def _verify(self, batch: Sequence[tuple[Session, VerifyRows]]) -> list[Verified] | None:
+        began = self._clock()
+        try:
+            verified = self._verifier.verify([rows for _, rows in batch])
+        except Exception:
+            logger.exception("step failed", extra={"session_count": len(batch)})
+            for session, _ in batch:
+                self._outputs.append((session.session_id, SpecgwError("the target model failed")))
+                self._end(session)
+            return None
+        self._report(batch, self._clock() - began)
+        return verified
+
+    def _report(self, batch: Sequence[tuple[Session, VerifyRows]], forward_s: float) -> None:
+        self._step_count += 1
+        num_rows = sum(len(r.missing_token_ids) + len(r.draft_token_ids) for _, r in batch)
+        self._on_step(StepReport(num_rows, forward_s))
+        if all(len(rows.missing_token_ids) == 1 for _, rows in batch):
+            self._drafting.step_s = moving_average(self._drafting.step_s, forward_s)
+
+    # 4. Commit the output tokens.
+
+    def _commit(
+        self, batch: Sequence[tuple[Session, VerifyRows]], verified: Sequence[Verified] | None
+    ) -> None:
+        for (session, rows), result in zip(batch, verified or (), strict=False):
+            if rows.is_complete:
+                self._commit_session(session, rows, result)
+
+    def _commit_session(self, session: Session, rows: VerifyRows, result: Verified) -> None:
+        kept, finish_reason, stop_token_id = session.append(result.output_token_ids)
+        self._count(session, rows, min(result.num_accepted, len(kept)))
+        self._output_token_count += len(kept)
+        output = GenerateOutput(
+            token_ids=kept,
+            finish_reason=finish_reason,
+            stop_token_id=stop_token_id,
+            seed=None if session.has_started else session.seed,
+            speculation=session.speculation if finish_reason else None,
+        )
+        session.has_started = True
+        self._outputs.append((session.session_id, output))
+        if finish_reason is None:
+            self._drafting.ask(session, self._clock())
+        else:
+            self._end(session)
+
+    def _count(self, session: Session, rows: VerifyRows, num_accepted: int) -> None:
+        for stats in (session.speculation, self._speculation):
+            if rows.draft_token_ids:
+                stats.count_round(len(rows.draft_token_ids), num_accepted)
+            elif session.has_started:
+                stats.count_undrafted(session.draft.reason)
+
+    def _end(self, session: Session) -> None:
+        """Frees everything a session holds, here and on its proposer."""
+        del self._sessions[session.session_id]
+        if session in self._running:
+            self._running.remove(session)
+        else:
+            self._waiting.remove(session)
+        self._release(session)
+        self._drafting.close(session)
+
+    def _release(self, session: Session) -> None:
+        if session.cache is not None:
+            session.cache.release()
+            session.cache = None
+
+    # 5. Tell callers and proposers.
+
+    def _flush(self) -> None:
+        """Sends outputs, then commits: callers wait for the former, drafts for the latter."""
+        self._drafting.flush()
+        self.snapshot = self._take_snapshot()
+        if self._outputs:
+            outputs, self._outputs = self._outputs, []
+            self._deliver(outputs)
+
+    def _take_snapshot(self) -> Snapshot:
+        return Snapshot(
+            running_count=len(self._running),
+            waiting_count=len(self._waiting),
+            kv_used_tokens=self._verifier.runner.kv_cache.used_tokens,
+            step_count=self._step_count,
+            output_token_count=self._output_token_count,
+            preemption_count=self._preemption_count,
+            proposers=self._drafting.status(),
+            speculation=self._speculation.copy(),
+        )

@@ -1,0 +1,158 @@
+"""One request's state on the verifier. Owned and changed by the scheduler's thread only."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from specgw.engine.kv_cache import SequenceCache
+
+from specgw.errors import InvalidRequest
+from specgw.types import FinishReason, GenerateRequest, SpeculationStats, UndraftedReason
+
+
+@dataclass(slots=True)
+class DraftState:
+    """How a session stands with its proposer.
+
+    At most one block is asked for at a time: `asked_length` is the context length it continues and
+    stays set until the answer comes, however late. `deadline` is how long the session waits for it.
+    """
+
+    address: str = ""
+    is_open: bool = False
+    known_length: int = 0
+    asked_length: int | None = None
+    asked_at: float = 0.0
+    asked_tokens: int = 0
+    is_first: bool = True
+    deadline: float | None = None
+    retry_at: float = 0.0
+    token_ids: Sequence[int] = ()
+    reason: UndraftedReason = UndraftedReason.UNAVAILABLE
+
+    def reset(self, address: str = "") -> None:
+        """Forgets the proposer's side: nothing is open there."""
+        self.address = address
+        self.is_open = False
+        self.asked_length = None
+        self.deadline = None
+        self.is_first = True
+        self.token_ids = ()
+
+    def take(self) -> Sequence[int]:
+        """Returns the block that has arrived, if any, and forgets it. The session waits no more."""
+        token_ids, self.token_ids = self.token_ids, ()
+        self.deadline = None
+        return token_ids
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """A request being answered. Its context is the truth; all else can be rebuilt from it."""
+
+    session_id: int
+    request: GenerateRequest
+    seed: int
+    max_draft_tokens: int
+    length_limit: int  # The context may not grow longer than this many tokens.
+    stop_token_ids: frozenset[int]
+    context: list[int]
+    cache: SequenceCache | None = None
+    draft: DraftState = field(default_factory=DraftState)
+    speculation: SpeculationStats = field(default_factory=SpeculationStats)
+    has_started: bool = False
+
+    @property
+    def remaining_tokens(self) -> int:
+        """Output tokens still to come, at most."""
+        return self.length_limit - len(self.context)
+
+    @property
+    def num_cached(self) -> int:
+        """Tokens of the context whose keys and values are in the cache."""
+        return self.cache.length if self.cache else 0
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether only the last context token is missing from the cache."""
+        return self.num_cached == len(self.context) - 1
+
+    def draft_room(self) -> int:
+        """Draft tokens that can still be of use: the round adds one token of its own."""
+        return min(self.max_draft_tokens, self.remaining_tokens - 1)
+
+    def append(
+        self, token_ids: Sequence[int]
+    ) -> tuple[Sequence[int], FinishReason | None, int | None]:
+        """Appends output tokens up to the end of the output.
+
+        Returns the tokens kept, the finish reason if the output ended, and the token that ended it.
+        """
+        kept = token_ids[: self.remaining_tokens]
+        for count, token_id in enumerate(kept, start=1):
+            if token_id in self.stop_token_ids:
+                kept = kept[:count]
+                self.context.extend(kept)
+                return kept, FinishReason.STOP, token_id
+        self.context.extend(kept)
+        return kept, (None if self.remaining_tokens else FinishReason.LENGTH), None
+
+
+def open_session(
+    session_id: int,
+    request: GenerateRequest,
+    seed: int,
+    *,
+    max_draft_tokens: int,
+    max_model_len: int,
+    eos_token_ids: Sequence[int],
+) -> Session:
+    """Builds the session of a request that `check_request` has passed."""
+    params = request.sampling_params
+    limit = max_model_len
+    if params.max_tokens is not None:
+        limit = min(limit, len(request.prompt_token_ids) + params.max_tokens)
+    if request.max_draft_tokens is not None:
+        max_draft_tokens = min(max_draft_tokens, request.max_draft_tokens)
+    return Session(
+        session_id=session_id,
+        request=request,
+        seed=seed,
+        max_draft_tokens=max_draft_tokens,
+        length_limit=limit,
+        stop_token_ids=frozenset(
+            (*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids))
+        ),
+        context=[*request.prompt_token_ids, *request.output_token_ids],
+    )
+
+
+def check_request(
+    request: GenerateRequest, max_model_len: int, vocab_size: int, proposers: Sequence[str]
+) -> None:
+    """Refuses a request that can never be served, before any work.
+
+    Raises:
+        InvalidRequest: naming the field and its value.
+    """
+    params = request.sampling_params
+    context_length = len(request.prompt_token_ids) + len(request.output_token_ids)
+    if not request.prompt_token_ids:
+        raise InvalidRequest("prompt_token_ids", [], "must have at least one token")
+    if context_length >= max_model_len:
+        rule = f"must leave room for output below the context limit of {max_model_len} tokens"
+        raise InvalidRequest("prompt_token_ids", f"{context_length} tokens", rule)
+    for name, token_ids in (
+        ("prompt_token_ids", request.prompt_token_ids),
+        ("output_token_ids", request.output_token_ids),
+        ("stop_token_ids", params.stop_token_ids),
+    ):
+        for outside in (i for i in token_ids if not 0 <= i < vocab_size):
+            raise InvalidRequest(name, outside, f"must be in [0, {vocab_size})")
+    if params.max_tokens is not None and len(request.output_token_ids) >= params.max_tokens:
+        rule = f"must be fewer than max_tokens = {params.max_tokens}"
+        raise InvalidRequest("output_token_ids", f"{len(request.output_token_ids)} tokens", rule)
+    if request.max_draft_tokens is not None and request.max_draft_tokens < 0:
+        raise InvalidRequest("max_draft_tokens", request.max_draft_tokens, "must not be negative")
+    if request.proposer_address and request.proposer_address not in proposers:
+        rule = f"must be one of the configured proposers {list(proposers)}"
+        raise InvalidRequest("proposer_address", request.proposer_address, rule)
