@@ -1,0 +1,39 @@
+"""Logging as all services do it: a constant message, values as fields.
+
+`logger.info("session created", extra={"session_id": 7})` prints
+`2026-01-01 12:00:00,000 INFO verifier_svc.scheduler session created session_id=7`.
+"""
+
+import json
+import logging
+from typing import Any
+
+_STANDARD_ATTRIBUTES = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
+
+
+class FieldFormatter(logging.Formatter):
+    """Appends a record's extra fields as `key=value`; text with spaces or quotes is quoted."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(name)s %(message)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
+        fields = (
+            f"{key}={_printable(value)}"
+            for key, value in vars(record).items()
+            if key not in _STANDARD_ATTRIBUTES
+        )
+        return " ".join((super().formatMessage(record), *fields))
+
+
+def configure_logging(level: int = logging.INFO) -> None:
+    """Sends the process's logs to standard error. Entry points call it once; nothing else does."""
+    to_stderr = logging.StreamHandler()
+    to_stderr.setFormatter(FieldFormatter())
+    logging.basicConfig(level=level, handlers=[to_stderr], force=True)
+
+
+def _printable(value: Any) -> str:
+    text = str(value)
+    plain = text.isprintable() and text and not set(text) & set(' "=')
+    return text if plain else json.dumps(text)

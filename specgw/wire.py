@@ -1,0 +1,367 @@
+"""Turns protobuf messages into the values of `types.py` and back, and refuses malformed ones.
+
+Checks here need the message alone. What needs a model or a session (ids within the vocabulary,
+lengths within the context) is checked by the service that has it.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from specgw.errors import InvalidRequest
+from specgw.types import (
+    Commit,
+    DraftBlock,
+    FinishReason,
+    GenerateOutput,
+    GenerateRequest,
+    Hello,
+    HelloAck,
+    ModelDescription,
+    OpenSession,
+    ProposeStep,
+    SamplingParams,
+    SpeculationStats,
+    UndraftedReason,
+)
+from specgw.v1 import proposer_pb2, types_pb2, verifier_pb2
+
+_INT32_MAX = 2**31 - 1
+_NANOS = 10**9
+
+_FINISH_TO_PB = {
+    FinishReason.STOP: verifier_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: verifier_pb2.FINISH_REASON_LENGTH,
+}
+_FINISH_FROM_PB = {pb: reason for reason, pb in _FINISH_TO_PB.items()}
+
+_UNDRAFTED_TO_PB = {
+    reason: types_pb2.UndraftedReason.Value(f"UNDRAFTED_REASON_{reason.name}")
+    for reason in UndraftedReason
+}
+_UNDRAFTED_FROM_PB = {pb: reason for reason, pb in _UNDRAFTED_TO_PB.items()}
+
+
+def token_ids_from_pb(pb: types_pb2.TokenIds, field: str) -> list[int]:
+    """Unpacks ids.
+
+    Raises:
+        InvalidRequest: naming `field`, if the count does not match the bytes.
+    """
+    num_bytes = len(pb.int32_le)
+    if num_bytes != 4 * pb.count:
+        raise InvalidRequest(f"{field}.count", pb.count, f"must match {num_bytes} bytes of ids")
+    ids: list[int] = np.frombuffer(pb.int32_le, "<i4").tolist()
+    return ids
+
+
+def token_ids_to_pb(token_ids: Sequence[int]) -> types_pb2.TokenIds:
+    """Packs ids."""
+    packed = np.asarray(token_ids, "<i4").tobytes()
+    return types_pb2.TokenIds(int32_le=packed, count=len(token_ids))
+
+
+def sampling_params_from_pb(pb: types_pb2.SamplingParams) -> SamplingParams:
+    return SamplingParams(
+        temperature=pb.temperature if pb.HasField("temperature") else 1.0,
+        top_p=pb.top_p if pb.HasField("top_p") else 1.0,
+        top_k=pb.top_k,
+        seed=pb.seed if pb.HasField("seed") else None,
+        max_tokens=pb.max_tokens or None,
+        stop_token_ids=tuple(pb.stop_token_ids),
+        ignore_eos=pb.ignore_eos,
+    )
+
+
+def sampling_params_to_pb(params: SamplingParams) -> types_pb2.SamplingParams:
+    """Packs what a verifier needs; stop strings are not its business."""
+    if any(token_id > _INT32_MAX for token_id in params.stop_token_ids):
+        raise InvalidRequest("stop_token_ids", params.stop_token_ids, "must be token ids")
+    return types_pb2.SamplingParams(
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=min(max(params.top_k, 0), _INT32_MAX),
+        seed=params.seed,
+        max_tokens=min(params.max_tokens or 0, _INT32_MAX),
+        stop_token_ids=params.stop_token_ids,
+        ignore_eos=params.ignore_eos,
+    )
+
+
+def model_description_from_pb(pb: types_pb2.ModelDescription) -> ModelDescription:
+    return ModelDescription(
+        name=pb.name,
+        architecture=pb.architecture,
+        vocab_size=pb.vocab_size,
+        vocab_fingerprint=pb.vocab_fingerprint,
+        max_model_len=pb.max_model_len,
+        dtype=pb.dtype,
+        device=pb.device,
+    )
+
+
+def model_description_to_pb(model: ModelDescription) -> types_pb2.ModelDescription:
+    return types_pb2.ModelDescription(
+        name=model.name,
+        architecture=model.architecture,
+        vocab_size=model.vocab_size,
+        vocab_fingerprint=model.vocab_fingerprint,
+        max_model_len=model.max_model_len,
+        dtype=model.dtype,
+        device=model.device,
+    )
+
+
+def undrafted_reason_from_pb(pb: types_pb2.UndraftedReason.ValueType) -> UndraftedReason | None:
+    """Returns None for UNSPECIFIED; a reason that only a newer peer knows counts as ERROR."""
+    if pb == types_pb2.UNDRAFTED_REASON_UNSPECIFIED:
+        return None
+    return _UNDRAFTED_FROM_PB.get(pb, UndraftedReason.ERROR)
+
+
+def undrafted_reason_to_pb(reason: UndraftedReason | None) -> types_pb2.UndraftedReason.ValueType:
+    return _UNDRAFTED_TO_PB[reason] if reason else types_pb2.UNDRAFTED_REASON_UNSPECIFIED
+
+
+def speculation_stats_from_pb(pb: types_pb2.SpeculationStats) -> SpeculationStats:
+    stats = SpeculationStats(
+        draft_count=pb.draft_count,
+        draft_token_count=pb.draft_token_count,
+        accepted_token_count=pb.accepted_token_count,
+        accepted_per_position=list(pb.accepted_token_count_per_position),
+    )
+    for rounds in pb.undrafted_rounds:
+        reason = undrafted_reason_from_pb(rounds.reason) or UndraftedReason.ERROR
+        stats.undrafted[reason] = stats.undrafted.get(reason, 0) + rounds.count
+    return stats
+
+
+def speculation_stats_to_pb(stats: SpeculationStats) -> types_pb2.SpeculationStats:
+    return types_pb2.SpeculationStats(
+        draft_count=stats.draft_count,
+        draft_token_count=stats.draft_token_count,
+        accepted_token_count=stats.accepted_token_count,
+        accepted_token_count_per_position=stats.accepted_per_position,
+        undrafted_rounds=[
+            types_pb2.UndraftedRounds(reason=undrafted_reason_to_pb(reason), count=count)
+            for reason, count in stats.undrafted.items()
+        ],
+    )
+
+
+def propose_request_from_pb(pb: proposer_pb2.ProposeRequest) -> Hello | ProposeStep:
+    if pb.HasField("hello"):
+        return hello_from_pb(pb.hello)
+    if pb.HasField("step"):
+        return propose_step_from_pb(pb.step)
+    raise InvalidRequest("message", None, "must be hello or step")
+
+
+def propose_request_to_pb(message: Hello | ProposeStep) -> proposer_pb2.ProposeRequest:
+    if isinstance(message, Hello):
+        return proposer_pb2.ProposeRequest(hello=hello_to_pb(message))
+    return proposer_pb2.ProposeRequest(step=propose_step_to_pb(message))
+
+
+def propose_response_from_pb(
+    pb: proposer_pb2.ProposeResponse,
+) -> HelloAck | tuple[list[DraftBlock], int]:
+    """Returns the acknowledgement, or the blocks and the queue depth."""
+    if pb.HasField("hello_ack"):
+        return hello_ack_from_pb(pb.hello_ack)
+    if pb.HasField("blocks"):
+        return draft_blocks_from_pb(pb.blocks)
+    raise InvalidRequest("message", None, "must be hello_ack or blocks")
+
+
+def hello_from_pb(pb: proposer_pb2.Hello) -> Hello:
+    if not pb.verifier_id:
+        raise InvalidRequest("hello.verifier_id", pb.verifier_id, "must not be empty")
+    return Hello(
+        verifier_id=pb.verifier_id,
+        target_model=model_description_from_pb(pb.target_model),
+        max_draft_tokens=pb.max_draft_tokens,
+        protocol_version=pb.protocol_version,
+    )
+
+
+def hello_to_pb(hello: Hello) -> proposer_pb2.Hello:
+    return proposer_pb2.Hello(
+        protocol_version=hello.protocol_version,
+        verifier_id=hello.verifier_id,
+        target_model=model_description_to_pb(hello.target_model),
+        max_draft_tokens=hello.max_draft_tokens,
+    )
+
+
+def hello_ack_from_pb(pb: proposer_pb2.HelloAck) -> HelloAck:
+    return HelloAck(
+        proposer_id=pb.proposer_id,
+        method=pb.method,
+        draft_model=model_description_from_pb(pb.draft_model),
+        max_draft_tokens=pb.max_draft_tokens,
+        extra_slots_per_session=pb.extra_slots_per_session,
+        max_sessions=pb.max_sessions,
+        protocol_version=pb.protocol_version,
+    )
+
+
+def hello_ack_to_pb(ack: HelloAck) -> proposer_pb2.HelloAck:
+    return proposer_pb2.HelloAck(
+        protocol_version=ack.protocol_version,
+        proposer_id=ack.proposer_id,
+        method=ack.method,
+        draft_model=model_description_to_pb(ack.draft_model),
+        max_draft_tokens=ack.max_draft_tokens,
+        extra_slots_per_session=ack.extra_slots_per_session,
+        max_sessions=ack.max_sessions,
+    )
+
+
+def propose_step_from_pb(pb: proposer_pb2.ProposeStep) -> ProposeStep:
+    return ProposeStep(
+        open=[
+            _open_session_from_pb(one, f"step.open[{index}]") for index, one in enumerate(pb.open)
+        ],
+        commit=[
+            _commit_from_pb(one, f"step.commit[{index}]") for index, one in enumerate(pb.commit)
+        ],
+        close=[one.session_id for one in pb.close],
+    )
+
+
+def propose_step_to_pb(step: ProposeStep) -> proposer_pb2.ProposeStep:
+    return proposer_pb2.ProposeStep(
+        open=[
+            proposer_pb2.OpenSession(
+                session_id=one.session_id, token_ids=token_ids_to_pb(one.token_ids)
+            )
+            for one in step.open
+        ],
+        commit=[
+            proposer_pb2.Commit(
+                session_id=one.session_id,
+                base_length=one.base_length,
+                token_ids=token_ids_to_pb(one.token_ids),
+                max_draft_tokens=one.max_draft_tokens,
+            )
+            for one in step.commit
+        ],
+        close=[proposer_pb2.CloseSession(session_id=session_id) for session_id in step.close],
+    )
+
+
+def _open_session_from_pb(pb: proposer_pb2.OpenSession, field: str) -> OpenSession:
+    _require_at_least(1, pb.session_id, f"{field}.session_id")
+    _require_at_least(1, pb.token_ids.count, f"{field}.token_ids.count")
+    return OpenSession(pb.session_id, token_ids_from_pb(pb.token_ids, f"{field}.token_ids"))
+
+
+def _commit_from_pb(pb: proposer_pb2.Commit, field: str) -> Commit:
+    _require_at_least(1, pb.session_id, f"{field}.session_id")
+    _require_at_least(0, pb.base_length, f"{field}.base_length")
+    _require_at_least(0, pb.max_draft_tokens, f"{field}.max_draft_tokens")
+    return Commit(
+        session_id=pb.session_id,
+        base_length=pb.base_length,
+        token_ids=token_ids_from_pb(pb.token_ids, f"{field}.token_ids"),
+        max_draft_tokens=pb.max_draft_tokens,
+    )
+
+
+def draft_blocks_from_pb(pb: proposer_pb2.DraftBlocks) -> tuple[list[DraftBlock], int]:
+    """Returns the blocks and the queue depth. Draft tokens are to be tested as ONE_HOT.
+
+    That is lossless whatever rule the peer names.
+    """
+    blocks = [_draft_block_from_pb(one, f"blocks[{i}]") for i, one in enumerate(pb.blocks)]
+    return blocks, pb.queue_depth
+
+
+def draft_blocks_to_pb(blocks: Sequence[DraftBlock], queue_depth: int) -> proposer_pb2.DraftBlocks:
+    return proposer_pb2.DraftBlocks(
+        blocks=[_draft_block_to_pb(block) for block in blocks], queue_depth=queue_depth
+    )
+
+
+def _draft_block_from_pb(pb: proposer_pb2.DraftBlock, field: str) -> DraftBlock:
+    token_ids = token_ids_from_pb(pb.token_ids, f"{field}.token_ids")
+    reason = undrafted_reason_from_pb(pb.reason)
+    if not token_ids and reason is None:
+        reason = UndraftedReason.EMPTY
+    return DraftBlock(
+        session_id=pb.session_id,
+        base_length=pb.base_length,
+        token_ids=token_ids,
+        reason=reason,
+        draft_s=pb.draft_time.seconds + pb.draft_time.nanos / _NANOS,
+    )
+
+
+def _draft_block_to_pb(block: DraftBlock) -> proposer_pb2.DraftBlock:
+    pb = proposer_pb2.DraftBlock(
+        session_id=block.session_id,
+        base_length=block.base_length,
+        token_ids=token_ids_to_pb(block.token_ids),
+        rule=proposer_pb2.ACCEPTANCE_RULE_ONE_HOT,
+        reason=undrafted_reason_to_pb(block.reason),
+    )
+    pb.draft_time.seconds, pb.draft_time.nanos = divmod(round(block.draft_s * _NANOS), _NANOS)
+    return pb
+
+
+def generate_request_from_pb(pb: verifier_pb2.GenerateRequest) -> GenerateRequest:
+    if not pb.request_id:
+        raise InvalidRequest("request_id", pb.request_id, "must not be empty")
+    _require_at_least(1, pb.prompt_token_ids.count, "prompt_token_ids.count")
+    return GenerateRequest(
+        request_id=pb.request_id,
+        prompt_token_ids=token_ids_from_pb(pb.prompt_token_ids, "prompt_token_ids"),
+        sampling_params=sampling_params_from_pb(pb.sampling_params),
+        output_token_ids=token_ids_from_pb(pb.output_token_ids, "output_token_ids"),
+        proposer_address=pb.proposer_address,
+        max_draft_tokens=pb.max_draft_tokens if pb.HasField("max_draft_tokens") else None,
+    )
+
+
+def generate_request_to_pb(request: GenerateRequest) -> verifier_pb2.GenerateRequest:
+    return verifier_pb2.GenerateRequest(
+        request_id=request.request_id,
+        prompt_token_ids=token_ids_to_pb(request.prompt_token_ids),
+        output_token_ids=token_ids_to_pb(request.output_token_ids),
+        sampling_params=sampling_params_to_pb(request.sampling_params),
+        proposer_address=request.proposer_address,
+        max_draft_tokens=request.max_draft_tokens,
+    )
+
+
+def generate_output_from_pb(pb: verifier_pb2.GenerateResponse) -> GenerateOutput:
+    """Unpacks a response. A finish reason that only a newer peer knows counts as STOP."""
+    finish_reason = None
+    if pb.finish_reason != verifier_pb2.FINISH_REASON_UNSPECIFIED:
+        finish_reason = _FINISH_FROM_PB.get(pb.finish_reason, FinishReason.STOP)
+    return GenerateOutput(
+        token_ids=token_ids_from_pb(pb.token_ids, "token_ids"),
+        finish_reason=finish_reason,
+        stop_token_id=pb.stop_token_id if pb.HasField("stop_token_id") else None,
+        seed=pb.seed if pb.HasField("seed") else None,
+        speculation=(
+            speculation_stats_from_pb(pb.speculation) if pb.HasField("speculation") else None
+        ),
+    )
+
+
+def generate_output_to_pb(output: GenerateOutput) -> verifier_pb2.GenerateResponse:
+    reason = output.finish_reason
+    return verifier_pb2.GenerateResponse(
+        token_ids=token_ids_to_pb(output.token_ids),
+        finish_reason=_FINISH_TO_PB[reason] if reason else verifier_pb2.FINISH_REASON_UNSPECIFIED,
+        stop_token_id=output.stop_token_id,
+        seed=output.seed,
+        speculation=speculation_stats_to_pb(output.speculation) if output.speculation else None,
+    )
+
+
+def _require_at_least(least: int, value: int, field: str) -> None:
+    if value < least:
+        raise InvalidRequest(field, value, f"must be at least {least}")
