@@ -226,9 +226,9 @@ def parse_config(raw: Mapping[str, Any]) -> EngineArgs:
         raise ConfigError([_problem(dict(item)) for item in error.errors()]) from None
 
 
-def child_environment(overrides: Mapping[str, str]) -> dict[str, str]:
-    """Returns this process's environment for a child, with `overrides` on top."""
-    return {**os.environ, **overrides}
+def child_environment() -> dict[str, str]:
+    """Returns the environment for a child whose file already holds what `SPECGW_*` said."""
+    return {k: v for k, v in os.environ.items() if not k.startswith(_ENVIRONMENT_PREFIX)}
 
 
 def _read_yaml(file: Path) -> dict[str, Any]:

@@ -103,13 +103,14 @@ class Drafting:
         vocab_size: int,
         draft_timeout_s: float,
         wait_for_slow_drafts: bool = False,
+        on_answer: Callable[[float, float], None] = lambda answer_s, draft_s: None,
     ) -> None:
         self._peers = {link.address: _Peer(link) for link in links}
         self._vocab_size = vocab_size
         self._draft_timeout_s = draft_timeout_s
         self._wait_for_slow_drafts = wait_for_slow_drafts
         self.step_s: float | None = None
-        self.on_answer: Callable[[float, float], None] | None = None
+        self._on_answer = on_answer
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -251,8 +252,7 @@ class Drafting:
     def _measure(self, peer: _Peer, session: Session, block: DraftBlock, now: float) -> None:
         """Judges the proposer by one more answer; the first of a session holds its prefill."""
         answer_s = now - session.draft.asked_at
-        if self.on_answer is not None:
-            self.on_answer(answer_s, block.draft_s)
+        self._on_answer(answer_s, block.draft_s)
         if session.draft.is_first:
             return
         saves_s = math.inf if self.step_s is None else session.draft.asked_tokens * self.step_s

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from specgw.engine.kv_cache import OutOfBlocks
-
 from specgw.errors import Overloaded, SpecgwError
 from specgw.types import GenerateOutput, SpeculationStats
 from verifier_svc.drafting import Drafting, PeerStatus, moving_average

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from specgw.engine.kv_cache import SequenceCache
-
 from specgw.errors import InvalidRequest
 from specgw.types import FinishReason, GenerateRequest, SpeculationStats, UndraftedReason
 

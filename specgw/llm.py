@@ -1,0 +1,231 @@
+"""Offline generation: the cores of verifier and proposer in one process, over the in-process link.
+
+The interface is that of vLLM's `LLM`. One thread, no event loop, no sockets: draft and target take
+turns on the same cores.
+"""
+
+import itertools
+import random
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from proposer_svc.proposer import build_proposer
+
+from gateway.detokenizer import Detokenizer
+from gateway.tokenizer import load_tokenizer
+from specgw.config import parse_config
+from specgw.engine.loading import load_model, target_options
+from specgw.errors import SpecgwError
+from specgw.link import InProcessLink
+from specgw.types import (
+    GenerateOutput,
+    GenerateRequest,
+    Hello,
+    SamplingParams,
+    SpeculationStats,
+)
+from verifier_svc.drafting import Drafting
+from verifier_svc.scheduler import Scheduler, SchedulerLimits
+from verifier_svc.session import check_request
+from verifier_svc.verifier import Verifier
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One continuation of a prompt."""
+
+    index: int
+    text: str
+    token_ids: Sequence[int]
+    finish_reason: str
+    stop_reason: int | str | None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """A prompt and its continuations; `speculation` says what became of the drafts."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: Sequence[int]
+    outputs: Sequence[CompletionOutput]
+    speculation: SpeculationStats
+    finished: bool = True
+
+
+class LLM:
+    """A target model with an optional draft, in this process.
+
+    Args:
+        model: The target: a path, a bundled `tiny/NAME`, or a hub id.
+        options: Top-level configuration keys, such as `speculative_config` or `dtype`.
+
+    Raises:
+        ConfigError: with every problem found.
+    """
+
+    def __init__(self, model: str, **options: Any) -> None:
+        args = parse_config({"model": model, **options})
+        settings = args.specgw.verifier
+        self._tokenizer = load_tokenizer(args.tokenizer_path)
+        self._runner = load_model(target_options(args))
+        self._links = (
+            [InProcessLink(build_proposer(args))] if args.speculative_config is not None else []
+        )
+        # In one thread a block is there when it is asked for: there is nothing to wait for.
+        drafting = Drafting(
+            self._links,
+            self._runner.vocab_size,
+            settings.draft_timeout_s,
+            wait_for_slow_drafts=True,
+        )
+        self._scheduler = Scheduler(
+            Verifier(self._runner),
+            drafting,
+            SchedulerLimits(
+                args.max_num_seqs,
+                args.max_num_batched_tokens,
+                max_waiting_requests=2**31 - 1,
+                max_draft_tokens=args.max_draft_tokens,
+            ),
+            self._deliver,
+        )
+        self._seeds = random.Random(args.seed)
+        self._session_ids = itertools.count(1)
+        self._answers: dict[int, _Answer] = {}
+        for link in self._links:
+            hello = Hello(uuid.uuid4().hex, self._runner.description, args.max_draft_tokens)
+            link.start(hello, self._scheduler.inbox)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Continues each prompt; results come in the order of the prompts.
+
+        Args:
+            prompts: Text, token ids, or mappings with `prompt` or `prompt_token_ids`; one or many.
+            sampling_params: For all prompts, or one for each. By default temperature 1, 16 tokens.
+
+        Raises:
+            InvalidRequest: naming the field and its value, before any work.
+        """
+        many = [prompts] if _is_one(prompts) else list(prompts)  # type: ignore[arg-type]
+        params = _for_each(sampling_params, len(many))
+        answers = [
+            self._answer(prompt, one)  # type: ignore[arg-type]
+            for prompt, one in zip(many, params, strict=True)
+        ]
+        for answer in answers:
+            self._submit(answer)
+        while self._answers:
+            self._scheduler.step()
+        return [answer.result() for answer in answers]
+
+    def _answer(self, prompt: Prompt, params: SamplingParams) -> "_Answer":
+        text, token_ids = self._tokenize(prompt)
+        request = GenerateRequest(uuid.uuid4().hex, token_ids, params)
+        check_request(request, self._runner.max_model_len, self._runner.vocab_size, ())
+        detokenizer = Detokenizer(
+            self._tokenizer.backend,
+            token_ids,
+            stop=params.stop,
+            skip_special_tokens=params.skip_special_tokens,
+        )
+        return _Answer(request, text, detokenizer)
+
+    def _tokenize(self, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
+        if isinstance(prompt, Mapping):
+            prompt = (
+                prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt["prompt"]
+            )
+        if isinstance(prompt, str):
+            return prompt, self._tokenizer.backend.encode(prompt).ids
+        return None, list(prompt)
+
+    def _submit(self, answer: "_Answer") -> None:
+        session_id = next(self._session_ids)
+        seed = answer.request.sampling_params.seed
+        self._answers[session_id] = answer
+        self._scheduler.inbox.submit(
+            session_id, answer.request, self._seeds.getrandbits(63) if seed is None else seed
+        )
+
+    def _deliver(self, outputs: Sequence[tuple[int, GenerateOutput | SpecgwError]]) -> None:
+        for session_id, output in outputs:
+            answer = self._answers.get(session_id)
+            if answer is None:
+                continue
+            if isinstance(output, SpecgwError):
+                raise output
+            if answer.add(output):
+                del self._answers[session_id]
+                self._scheduler.inbox.cancel(session_id)
+
+
+class _Answer:
+    """One request's output as it grows."""
+
+    def __init__(
+        self, request: GenerateRequest, prompt: str | None, detokenizer: Detokenizer
+    ) -> None:
+        self.request = request
+        self._prompt = prompt
+        self._detokenizer = detokenizer
+        self._text = ""
+        self._token_ids: list[int] = []
+        self._finish_reason = ""
+        self._stop_reason: int | str | None = None
+        self._speculation = SpeculationStats()
+
+    def add(self, output: GenerateOutput) -> bool:
+        """Takes one step's tokens; returns whether the output has ended."""
+        piece = self._detokenizer.push(output.token_ids)
+        self._text += piece.text
+        self._token_ids += piece.token_ids
+        if output.finish_reason is not None and piece.stop_string is None:
+            piece = self._detokenizer.flush()
+            self._text += piece.text
+        if piece.stop_string is not None:
+            self._finish_reason, self._stop_reason = "stop", piece.stop_string
+        elif output.finish_reason is not None:
+            self._finish_reason = output.finish_reason.value
+            if output.stop_token_id in self.request.sampling_params.stop_token_ids:
+                self._stop_reason = output.stop_token_id
+        if output.speculation is not None:
+            self._speculation = output.speculation
+        return bool(self._finish_reason)
+
+    def result(self) -> RequestOutput:
+        """Returns the whole answer."""
+        completion = CompletionOutput(
+            0, self._text, tuple(self._token_ids), self._finish_reason, self._stop_reason
+        )
+        return RequestOutput(
+            self.request.request_id,
+            self._prompt,
+            self.request.prompt_token_ids,
+            [completion],
+            self._speculation,
+        )
+
+
+def _is_one(prompts: Prompt | Sequence[Prompt]) -> bool:
+    return isinstance(prompts, str | Mapping) or (
+        bool(prompts) and all(isinstance(item, int) for item in prompts)
+    )
+
+
+def _for_each(
+    params: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> Sequence[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if len(params) != count:
+        raise ValueError(f"sampling_params: {len(params)} given for {count} prompts")
+    return params

@@ -1,0 +1,186 @@
+"""The verifier's gRPC edge: requests go to the engine thread's inbox, outputs come back as streams.
+
+Handlers move messages and compute nothing; only the engine thread touches the model.
+"""
+
+import asyncio
+import itertools
+import logging
+import random
+import threading
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import grpc
+from specgw.engine.model_runner import ModelRunner
+
+from specgw import wire
+from specgw.config import EngineArgs
+from specgw.errors import NotReady, SpecgwError
+from specgw.link import ProposerLink
+from specgw.types import PROTOCOL_VERSION, GenerateOutput, Hello
+from specgw.v1 import verifier_pb2, verifier_pb2_grpc
+from verifier_svc.drafting import Drafting
+from verifier_svc.metrics import VerifierMetrics
+from verifier_svc.scheduler import Scheduler, SchedulerLimits
+from verifier_svc.session import check_request
+from verifier_svc.verifier import Verifier
+
+logger = logging.getLogger(__name__)
+
+SERVICE_NAME = verifier_pb2.DESCRIPTOR.services_by_name["VerifierService"].full_name
+
+_Outputs = asyncio.Queue[GenerateOutput | SpecgwError]
+
+
+class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
+    """Answers `Generate` calls with one scheduler in one engine thread. Built on the event loop."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        links: Sequence[ProposerLink],
+        args: EngineArgs,
+        metrics: VerifierMetrics | None = None,
+    ) -> None:
+        settings = args.specgw.verifier
+        metrics = metrics or VerifierMetrics()
+        self.verifier_id = uuid.uuid4().hex
+        self.failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+        self._loop = asyncio.get_running_loop()
+        self._runner = runner
+        self._links = links
+        self._args = args
+        self._seeds = random.Random(args.seed)
+        self._session_ids = itertools.count(1)
+        self._outputs: dict[int, _Outputs] = {}
+        drafting = Drafting(
+            links,
+            runner.vocab_size,
+            settings.draft_timeout_s,
+            settings.wait_for_slow_drafts,
+            on_answer=metrics.observe_answer,
+        )
+        self._scheduler = Scheduler(
+            Verifier(runner),
+            drafting,
+            SchedulerLimits(
+                args.max_num_seqs,
+                args.max_num_batched_tokens,
+                settings.max_waiting_requests,
+                args.max_draft_tokens,
+            ),
+            self._deliver,
+            metrics.observe_step,
+        )
+        metrics.watch(lambda: self._scheduler.snapshot, runner.kv_cache.capacity_tokens)
+        self._thread = threading.Thread(target=self._run_engine, name="engine", daemon=True)
+
+    def register(self, server: grpc.aio.Server) -> None:
+        """Adds the service to a server that has not started."""
+        verifier_pb2_grpc.add_VerifierServiceServicer_to_server(self, server)
+
+    def start(self) -> None:
+        """Starts the engine thread and begins to connect to the proposers."""
+        self._thread.start()
+        if self._args.max_draft_tokens:
+            hello = Hello(self.verifier_id, self._runner.description, self._args.max_draft_tokens)
+            for link in self._links:
+                link.start(hello, self._scheduler.inbox)
+
+    async def stop(self) -> None:
+        """Ends the links and the engine thread. Calls still open end with UNAVAILABLE."""
+        for link in self._links:
+            link.stop()
+        self._scheduler.inbox.stop()
+        await asyncio.to_thread(self._thread.join)
+        self._fail_all(NotReady("the verifier has stopped"))
+
+    async def Generate(
+        self,
+        request: verifier_pb2.GenerateRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> AsyncIterator[verifier_pb2.GenerateResponse]:
+        generate_request = wire.generate_request_from_pb(request)
+        check_request(
+            generate_request,
+            self._runner.max_model_len,
+            self._runner.vocab_size,
+            [link.address for link in self._links],
+        )
+        seed = generate_request.sampling_params.seed
+        if seed is None:
+            seed = self._seeds.getrandbits(63)
+        session_id = next(self._session_ids)
+        outputs = self._outputs[session_id] = _Outputs()
+        self._scheduler.inbox.submit(session_id, generate_request, seed)
+        try:
+            while True:
+                output = await outputs.get()
+                if isinstance(output, SpecgwError):
+                    raise output
+                yield wire.generate_output_to_pb(output)
+                if output.finish_reason is not None:
+                    return
+        finally:
+            del self._outputs[session_id]
+            self._scheduler.inbox.cancel(session_id)
+
+    async def GetVerifierInfo(
+        self,
+        request: verifier_pb2.GetVerifierInfoRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> verifier_pb2.GetVerifierInfoResponse:
+        snapshot, kv_cache = self._scheduler.snapshot, self._runner.kv_cache
+        return verifier_pb2.GetVerifierInfoResponse(
+            protocol_version=PROTOCOL_VERSION,
+            verifier_id=self.verifier_id,
+            target_model=wire.model_description_to_pb(self._runner.description),
+            eos_token_ids=self._runner.eos_token_ids,
+            max_num_seqs=self._args.max_num_seqs,
+            max_num_batched_tokens=self._args.max_num_batched_tokens,
+            kv_capacity_tokens=kv_cache.capacity_tokens,
+            kv_used_tokens=snapshot.kv_used_tokens,
+            running_count=snapshot.running_count,
+            waiting_count=snapshot.waiting_count,
+            max_draft_tokens=self._args.max_draft_tokens,
+            proposers=[
+                verifier_pb2.ProposerStatus(
+                    address=proposer.address,
+                    connected=proposer.is_connected,
+                    method=proposer.method,
+                    session_count=proposer.session_count,
+                    detail=proposer.detail,
+                )
+                for proposer in snapshot.proposers
+            ],
+            speculation=wire.speculation_stats_to_pb(snapshot.speculation),
+            step_count=snapshot.step_count,
+            output_token_count=snapshot.output_token_count,
+        )
+
+    def _run_engine(self) -> None:
+        try:
+            self._scheduler.run()
+        except BaseException as error:
+            logger.exception("engine thread failed")
+            self._loop.call_soon_threadsafe(self._engine_failed, error)
+
+    def _engine_failed(self, error: BaseException) -> None:
+        self._fail_all(NotReady("the verifier's engine has failed"))
+        if not self.failed.done():
+            self.failed.set_result(error)
+
+    def _fail_all(self, error: SpecgwError) -> None:
+        for outputs in self._outputs.values():
+            outputs.put_nowait(error)
+
+    def _deliver(self, outputs: Sequence[tuple[int, GenerateOutput | SpecgwError]]) -> None:
+        """Called by the engine thread once a step."""
+        self._loop.call_soon_threadsafe(self._dispatch, outputs)
+
+    def _dispatch(self, outputs: Sequence[tuple[int, GenerateOutput | SpecgwError]]) -> None:
+        for session_id, output in outputs:
+            if queue := self._outputs.get(session_id):
+                queue.put_nowait(output)
