@@ -81,6 +81,17 @@ def proposer(file: Path | None, listen: str | None) -> None:
         run(load_config(file, {"specgw.proposer.listen": listen}))
 
 
+@main.command()
+@click.argument("address")
+@click.option("--timeout", "timeout_s", default=3.0, help="Seconds to wait for an answer.")
+def health(address: str, timeout_s: float) -> None:
+    """Exits with 0 if the service at ADDRESS serves: host:port, unix:/path or http://host:port."""
+    from specgw.health import is_serving
+
+    if not asyncio.run(is_serving(address, timeout_s)):
+        raise click.ClickException(f"{address} does not serve")
+
+
 async def _serve(args: EngineArgs) -> None:
     from gateway.__main__ import run
 

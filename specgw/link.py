@@ -5,11 +5,14 @@ The other implementation, over gRPC, is `verifier_svc/proposer_link.py`. Both pa
 (`tests/doubles.py`).
 """
 
+import logging
 from collections.abc import Sequence
 from typing import Protocol
 
 from specgw.errors import SpecgwError
 from specgw.types import DraftBlock, Hello, HelloAck, ProposeStep
+
+logger = logging.getLogger(__name__)
 
 
 class LinkListener(Protocol):
@@ -69,29 +72,42 @@ class InProcessLink:
     def __init__(self, proposer: Proposer, address: str = "inproc") -> None:
         self.address = address
         self._proposer = proposer
+        self._hello: Hello | None = None
         self._listener: LinkListener | None = None
-        self._verifier_id = ""
 
     def start(self, hello: Hello, listener: LinkListener) -> None:
-        self._verifier_id = hello.verifier_id
+        self._hello, self._listener = hello, listener
+        self._connect(hello, listener)
+
+    def send(self, step: ProposeStep) -> None:
+        if self._hello is None or self._listener is None:
+            return
+        try:
+            blocks = self._propose(self._hello.verifier_id, step)
+        except Exception as error:
+            logger.exception("proposer failed")
+            self._proposer.disconnect(self._hello.verifier_id)
+            self._listener.link_down(self, str(error))
+            self._connect(self._hello, self._listener)
+        else:
+            if blocks:
+                self._listener.blocks_arrived(self, blocks)
+
+    def stop(self) -> None:
+        if self._hello is not None:
+            self._proposer.disconnect(self._hello.verifier_id)
+            self._hello = self._listener = None
+
+    def _connect(self, hello: Hello, listener: LinkListener) -> None:
         try:
             ack = self._proposer.connect(hello)
         except SpecgwError as error:
             listener.link_down(self, str(error))
-            return
-        self._listener = listener
-        listener.link_up(self, ack)
+        else:
+            listener.link_up(self, ack)
 
-    def send(self, step: ProposeStep) -> None:
-        if self._listener is None:
-            return
-        blocks = list(self._proposer.apply(self._verifier_id, step))
+    def _propose(self, verifier_id: str, step: ProposeStep) -> Sequence[DraftBlock]:
+        blocks = list(self._proposer.apply(verifier_id, step))
         while self._proposer.has_work():
             blocks += [block for _, block in self._proposer.step()]
-        if blocks:
-            self._listener.blocks_arrived(self, blocks)
-
-    def stop(self) -> None:
-        if self._listener is not None:
-            self._listener = None
-            self._proposer.disconnect(self._verifier_id)
+        return blocks
