@@ -16,7 +16,8 @@ from proposer_svc.proposer import build_proposer
 from gateway.detokenizer import Detokenizer
 from gateway.tokenizer import load_tokenizer
 from specgw.config import parse_config
-from specgw.engine.loading import load_model, target_options
+from specgw.engine.loading import load_model
+from specgw.engine.options import target_options
 from specgw.errors import SpecgwError
 from specgw.link import InProcessLink
 from specgw.types import (
@@ -131,12 +132,7 @@ class LLM:
         text, token_ids = self._tokenize(prompt)
         request = GenerateRequest(uuid.uuid4().hex, token_ids, params)
         check_request(request, self._runner.max_model_len, self._runner.vocab_size, ())
-        detokenizer = Detokenizer(
-            self._tokenizer.backend,
-            token_ids,
-            stop=params.stop,
-            skip_special_tokens=params.skip_special_tokens,
-        )
+        detokenizer = Detokenizer(self._tokenizer.backend, request, self._tokenizer.eos_token_id)
         return _Answer(request, text, detokenizer)
 
     def _tokenize(self, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
@@ -185,20 +181,13 @@ class _Answer:
 
     def add(self, output: GenerateOutput) -> bool:
         """Takes one step's tokens; returns whether the output has ended."""
-        piece = self._detokenizer.push(output.token_ids)
-        self._text += piece.text
-        self._token_ids += piece.token_ids
-        if output.finish_reason is not None and piece.stop_string is None:
-            piece = self._detokenizer.flush()
-            self._text += piece.text
-        if piece.stop_string is not None:
-            self._finish_reason, self._stop_reason = "stop", piece.stop_string
-        elif output.finish_reason is not None:
-            self._finish_reason = output.finish_reason.value
-            if output.stop_token_id in self.request.sampling_params.stop_token_ids:
-                self._stop_reason = output.stop_token_id
-        if output.speculation is not None:
-            self._speculation = output.speculation
+        text_output = self._detokenizer.push(output)
+        self._text += text_output.text
+        self._token_ids += text_output.token_ids
+        self._stop_reason = text_output.stop_reason
+        self._speculation = text_output.speculation
+        if text_output.finish_reason is not None:
+            self._finish_reason = text_output.finish_reason.value
         return bool(self._finish_reason)
 
     def result(self) -> RequestOutput:

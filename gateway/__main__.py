@@ -1,0 +1,128 @@
+"""Runs the gateway: one event loop, one HTTP server, one gRPC server if asked for."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+
+from gateway.admission import Admission
+from gateway.generation import TextGenerator
+from gateway.http_server import HttpServer
+from gateway.metrics import Metrics
+from gateway.openai_api import OpenAIApi, build_app
+from gateway.routing import Router
+from gateway.sampling_defaults import load_sampling_defaults
+from gateway.service import SERVICE_NAME, GatewayService
+from gateway.tokenizer import Tokenizer, load_tokenizer
+from specgw.config import EngineArgs, load_config
+from specgw.errors import ConfigError
+from specgw.exit_codes import exit_on_config_error
+from specgw.model_files import resolve_model
+from specgw.server import ServiceServer, drain_requested
+from specgw.telemetry import configure_logging
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Gateway:
+    """A gateway that serves: where it listens, and what it is made of."""
+
+    url: str
+    grpc_addresses: tuple[str, ...]
+    router: Router
+    admission: Admission
+    metrics: Metrics
+
+
+async def run(args: EngineArgs, verifiers: Sequence[str]) -> None:
+    """Serves until SIGTERM or SIGINT, then lets running requests finish within the grace.
+
+    Raises:
+        ConfigError: if the tokenizer cannot be loaded or an address not be listened on.
+    """
+    tokenizer = await asyncio.to_thread(load_tokenizer, args.tokenizer_path)
+    async with serving(args, verifiers, tokenizer):
+        reason = await drain_requested()
+        logger.info("draining", extra={"reason": reason})
+
+
+@asynccontextmanager
+async def serving(
+    args: EngineArgs, verifiers: Sequence[str], tokenizer: Tokenizer
+) -> AsyncIterator[Gateway]:
+    """Serves inside the block; leaving it drains."""
+    settings = args.specgw.gateway
+    metrics = Metrics(args.served_model_names[0])
+    admission = Admission(
+        settings.max_concurrent_requests, settings.max_queued_requests, settings.queue_timeout_s
+    )
+    router = Router(
+        verifiers,
+        tokenizer.fingerprint,
+        tls=args.specgw.tls,
+        reopen_timeout_s=settings.reopen_timeout_s,
+        on_reopen=metrics.reopened.inc,
+    )
+    generator = TextGenerator(
+        tokenizer,
+        router,
+        admission,
+        metrics,
+        max_model_len=args.max_model_len,
+        max_draft_tokens=args.max_draft_tokens,
+        request_timeout_s=settings.request_timeout_s,
+    )
+    defaults = load_sampling_defaults(resolve_model(args.model))
+    api = OpenAIApi(args, generator, metrics, defaults, lambda: router.is_ready)
+    service = GatewayService(
+        args, generator, admission, lambda: router.target_model, tuple(verifiers)
+    )
+    http_server = HttpServer(build_app(api, args.api_key), args.host, args.port)
+    grpc_server = _build_grpc_server(args, service)
+    await router.start()
+    await http_server.start()
+    if grpc_server is not None:
+        await grpc_server.start()
+    addresses = grpc_server.addresses if grpc_server else ()
+    logger.info("serving HTTP", extra={"url": http_server.url})
+    if not args.api_key and not http_server.is_loopback:
+        logger.warning("anyone who reaches this host can use the API", extra={"host": args.host})
+    try:
+        yield Gateway(http_server.url, addresses, router, admission, metrics)
+    finally:
+        stopping = [http_server.stop(settings.drain_grace_s)]
+        if grpc_server is not None:
+            stopping.append(grpc_server.stop(settings.drain_grace_s))
+        await asyncio.gather(*stopping)
+        await router.stop()
+
+
+def _build_grpc_server(args: EngineArgs, service: GatewayService) -> ServiceServer | None:
+    listen = args.specgw.gateway.grpc_listen
+    if listen is None:
+        return None
+    server = ServiceServer(SERVICE_NAME, [listen], args.specgw.tls, args.specgw.allow_insecure)
+    service.register(server.grpc_server)
+    return server
+
+
+@click.command()
+@click.option("--config", "file", type=click.Path(path_type=Path), help="YAML configuration.")
+def main(file: Path | None) -> None:
+    """Runs a gateway for the verifiers in `specgw.gateway.verifiers`."""
+    configure_logging()
+    with exit_on_config_error():
+        args = load_config(file)
+        verifiers = args.specgw.gateway.verifiers
+        if not verifiers:
+            raise ConfigError(["specgw.gateway.verifiers: must name at least one address"])
+        asyncio.run(run(args, verifiers))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,211 @@
+"""Turns output tokens into text as they come: whole characters, up to the first stop string.
+
+Pure state, no I/O. One instance serves one request; a block of any size gives the same text as its
+tokens one by one, so a streamed answer joined together is the unary answer. The caller is
+`generation.py`, and `specgw.LLM` for offline use.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from specgw.types import FinishReason, GenerateOutput, GenerateRequest, SpeculationStats
+
+_REPLACEMENT = "\ufffd"  # what decoders put in place of bytes that are not, or not yet, a character
+_MAX_HELD_TOKENS = 32  # a character takes at most four byte tokens: a longer run never gets whole
+_PROMPT_TAIL = 6  # context that tells a decoder whether the first output token begins a word
+
+
+class Decoder(Protocol):
+    """The one method used of `tokenizers.Tokenizer`."""
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Returns the text of `ids`, decoded together."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextOutput:
+    """What became certain since the previous one; the last one of a request has a finish reason.
+
+    `stop_reason` is as in vLLM: the stop string, the id of a stop token, or None. `speculation` is
+    the request's total so far.
+    """
+
+    text: str
+    token_ids: Sequence[int]
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    speculation: SpeculationStats = field(default_factory=SpeculationStats)
+
+
+class CharacterDecoder:
+    """Decodes token by token, in the context of the tokens before.
+
+    `tokenizers.DecodeStream` does the same, but cannot give back what it holds at the end of the
+    output, and fails for good on a byte that makes the bytes before it invalid.
+    """
+
+    def __init__(
+        self, decoder: Decoder, context: Sequence[int] = (), *, skip_special_tokens: bool = True
+    ) -> None:
+        self._decoder = decoder
+        self._skip_special_tokens = skip_special_tokens
+        self._context = list(context)
+        self._context_text = self._decode(self._context)
+        self._held: list[int] = []
+
+    def push(self, token_id: int) -> str:
+        """Returns the text that `token_id` completes; empty while a character is not whole."""
+        self._held.append(token_id)
+        text = self._decode(self._context + self._held)
+        if text.endswith(_REPLACEMENT) and len(self._held) < _MAX_HELD_TOKENS:
+            return ""
+        return self._emit(text)
+
+    def flush(self) -> str:
+        """Returns the text still held; a character that stayed incomplete shows as U+FFFD."""
+        return self._emit(self._decode(self._context + self._held)) if self._held else ""
+
+    def _emit(self, text: str) -> str:
+        if text == self._context_text:  # special or empty tokens: the context stays what it was
+            self._held = []
+            return ""
+        if text.startswith(self._context_text):
+            new_text = text[len(self._context_text) :]
+        else:  # an invalid byte changed how the byte tokens before it decode
+            new_text = self._decode(self._held)
+        self._context, self._held = self._held, []
+        self._context_text = self._decode(self._context)
+        return new_text
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return self._decoder.decode(token_ids, skip_special_tokens=self._skip_special_tokens)
+
+
+class StopScanner:
+    """Lets text through up to the first stop string, keeping back what may still become one."""
+
+    def __init__(self, stop: Sequence[str]) -> None:
+        self._stop = stop
+        self._held = ""
+
+    def push(self, text: str) -> tuple[str, str | None]:
+        """Returns the text that is certain now, and the stop string that was found.
+
+        The one that ends first counts, of several the longest: what a reader of single characters
+        would find, however the text is cut into tokens.
+        """
+        if not self._stop:
+            return text, None
+        self._held += text
+        found = [(self._held.find(stop), stop) for stop in self._stop if stop in self._held]
+        if found:
+            start, stop_string = min(found, key=lambda match: (match[0] + len(match[1]), match[0]))
+            certain, self._held = self._held[:start], ""
+            return certain, stop_string
+        num_certain = len(self._held) - self._num_undecided()
+        certain, self._held = self._held[:num_certain], self._held[num_certain:]
+        return certain, None
+
+    def flush(self) -> str:
+        """Returns the text kept back, which no more text can make a stop string."""
+        text, self._held = self._held, ""
+        return text
+
+    def _num_undecided(self) -> int:
+        longest = min(max(map(len, self._stop)) - 1, len(self._held))
+        for length in range(longest, 0, -1):
+            end = self._held[-length:]
+            if any(stop.startswith(end) for stop in self._stop):
+                return length
+        return 0
+
+
+class Detokenizer:
+    """The text of one request's output, and its end.
+
+    Args:
+        decoder: The tokenizer.
+        request: What is answered. Output tokens of an earlier attempt are not its business.
+        eos_token_id: Ends the output without being a stop reason, as in vLLM.
+    """
+
+    def __init__(
+        self, decoder: Decoder, request: GenerateRequest, eos_token_id: int | None = None
+    ) -> None:
+        self._params = request.sampling_params
+        self._eos_token_id = eos_token_id
+        self._characters = CharacterDecoder(
+            decoder,
+            request.prompt_token_ids[-_PROMPT_TAIL:],
+            skip_special_tokens=self._params.skip_special_tokens,
+        )
+        self._scanner = StopScanner(self._params.stop)
+        self._speculation = SpeculationStats()
+
+    def push(self, output: GenerateOutput) -> TextOutput:
+        """Returns what is certain with one more block. Nothing comes after a finish reason.
+
+        Text, tokens and statistics end together: with the token that completes a stop string, or
+        with the stop token, which has no text.
+        """
+        texts = []
+        is_stopped = output.stop_token_id is not None
+        text_token_ids = output.token_ids[:-1] if is_stopped else output.token_ids
+        for num_used, token_id in enumerate(text_token_ids, start=1):
+            text, stop_string = self._scanner.push(self._characters.push(token_id))
+            texts.append(text)
+            if stop_string is not None:
+                return self._stopped("".join(texts), output, num_used, stop_string)
+        if output.speculation is not None:
+            self._speculation = output.speculation
+        text = "".join(texts)
+        if output.finish_reason is None:
+            return TextOutput(text, output.token_ids, speculation=self._speculation)
+        end, stop_string = self._end()
+        if stop_string is not None:
+            return self._stopped(text + end, output, len(output.token_ids), stop_string)
+        return TextOutput(
+            text + end,
+            output.token_ids,
+            output.finish_reason,
+            self._stop_reason(output.stop_token_id),
+            self._speculation,
+        )
+
+    def flush(self) -> TextOutput:
+        """Returns the text held so far, for an output that breaks off."""
+        return TextOutput(self._end()[0], (), speculation=self._speculation)
+
+    def _end(self) -> tuple[str, str | None]:
+        """Releases what is held. The rest of a character may still complete a stop string."""
+        text, stop_string = self._scanner.push(self._characters.flush())
+        return text + self._scanner.flush(), stop_string
+
+    def _stopped(
+        self, text: str, output: GenerateOutput, num_used: int, stop_string: str
+    ) -> TextOutput:
+        stats = _cut(output.speculation or self._speculation, self._speculation, output, num_used)
+        self._speculation = stats
+        token_ids = output.token_ids[:num_used]
+        return TextOutput(text, token_ids, FinishReason.STOP, stop_string, stats)
+
+    def _stop_reason(self, stop_token_id: int | None) -> int | None:
+        is_eos = stop_token_id == self._eos_token_id and not self._params.ignore_eos
+        return (
+            stop_token_id if stop_token_id in self._params.stop_token_ids and not is_eos else None
+        )
+
+
+def _cut(
+    stats: SpeculationStats, before: SpeculationStats, output: GenerateOutput, num_used: int
+) -> SpeculationStats:
+    """Returns the totals without the accepted tokens of a round that lie behind its end."""
+    num_accepted = stats.accepted_token_count - before.accepted_token_count
+    if num_used == len(output.token_ids) or num_accepted <= num_used:
+        return stats
+    stats = stats.copy()
+    stats.accepted_token_count -= num_accepted - num_used
+    for position in range(num_used, min(num_accepted, len(stats.accepted_per_position))):
+        stats.accepted_per_position[position] -= 1
+    return stats

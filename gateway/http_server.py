@@ -1,0 +1,60 @@
+"""The server's end of HTTP: binds at once, drains when told. The caller is `__main__.py`."""
+
+import asyncio
+import contextlib
+import ipaddress
+import math
+import socket
+from collections.abc import Iterator
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from specgw.errors import ConfigError
+
+
+class HttpServer:
+    """uvicorn in the running loop, with the life of a gRPC server.
+
+    Raises:
+        ConfigError: if the address cannot be listened on.
+    """
+
+    def __init__(self, app: ASGIApp, host: str, port: int) -> None:
+        self._socket = _listen(host, port)
+        bound_host, bound_port = self._socket.getsockname()[:2]
+        self.is_loopback = ipaddress.ip_address(bound_host).is_loopback
+        self.url = f"http://{f'[{bound_host}]' if ':' in bound_host else bound_host}:{bound_port}"
+        self._server = _QuietServer(
+            uvicorn.Config(app, lifespan="off", log_config=None, access_log=False)
+        )
+        self._serving: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Begins to serve; requests that came since the socket was bound are answered now."""
+        self._serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
+
+    async def stop(self, grace_s: float) -> None:
+        """Stops listening, lets running requests finish for `grace_s`, cancels the rest."""
+        if self._serving is None:
+            return
+        self._server.config.timeout_graceful_shutdown = math.ceil(grace_s)
+        self._server.should_exit = True
+        await self._serving
+
+
+class _QuietServer(uvicorn.Server):
+    """uvicorn that leaves signals to the process's owner."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        reason = error.strerror or error
+        raise ConfigError([f"host {host}, port {port}: cannot be listened on: {reason}"]) from None

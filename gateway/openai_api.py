@@ -1,0 +1,340 @@
+"""The OpenAI HTTP API: vLLM's routes, fields, errors and streams. Translates; decides nothing.
+
+`build_app` is called by `__main__.py`.
+"""
+
+import hmac
+import json
+import math
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from gateway.event_stream import EventSender, EventStream, run_until_disconnect
+from gateway.generation import DEFAULT_COMPLETION_TOKENS, TextGenerator, run_together
+from gateway.metrics import Metrics
+from gateway.openai_responses import (
+    Answer,
+    Body,
+    ChatFormat,
+    CompletionFormat,
+    error_body,
+    error_fields,
+    http_status,
+    model_card,
+)
+from gateway.openai_types import (
+    ChatCompletionRequest,
+    ChatOptions,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeChatRequest,
+    TokenizeRequest,
+    first_problem,
+)
+from specgw import __version__
+from specgw.config import EngineArgs
+from specgw.errors import InvalidRequest, ModelNotFound, Overloaded, SpecgwError
+from specgw.types import GenerateRequest
+
+_GUARDED = ("/v1", "/tokenize", "/detokenize")
+
+BodyModel = TypeVar("BodyModel", bound=BaseModel)
+
+
+class OpenAIApi:
+    """The handlers, one for each route."""
+
+    def __init__(
+        self,
+        args: EngineArgs,
+        generator: TextGenerator,
+        metrics: Metrics,
+        sampling_defaults: Mapping[str, float],
+        is_ready: Callable[[], bool],
+    ) -> None:
+        self._args = args
+        self._generator = generator
+        self._tokenizer = generator.tokenizer
+        self._metrics = metrics
+        self._sampling_defaults = sampling_defaults
+        self._is_ready = is_ready
+        self._system_fingerprint = f"specgw-{__version__}-{self._tokenizer.fingerprint[:8]}"
+
+    async def completions(self, request: Request) -> Response:
+        body = await _parse(request, CompletionRequest)
+        model = self._served(body.model)
+        params = body.sampling_params(self._sampling_defaults)
+        request_id = _request_id(request, body.request_id)
+        generations = [
+            self._generator.build_request(
+                f"{request_id}-{index}",
+                await self._tokenizer.encode(prompt, add_special_tokens=body.add_special_tokens)
+                if isinstance(prompt, str)
+                else prompt,
+                params,
+                max_draft_tokens=body.num_speculative_tokens,
+                default_max_tokens=DEFAULT_COMPLETION_TOKENS,
+            )
+            for index, prompt in enumerate(body.prompts)
+        ]
+        form = CompletionFormat(
+            request_id,
+            model,
+            system_fingerprint=self._system_fingerprint,
+            return_token_ids=bool(body.return_token_ids),
+            max_draft_tokens=self._args.max_draft_tokens,
+            num_prompts=len(generations),
+        )
+        return await self._respond(request, body, form, generations)
+
+    async def chat_completions(self, request: Request) -> Response:
+        body = await _parse(request, ChatCompletionRequest)
+        model = self._served(body.model)
+        params = body.sampling_params(self._sampling_defaults)
+        request_id = _request_id(request, body.request_id)
+        generation = self._generator.build_request(
+            request_id,
+            await self._chat_token_ids(body),
+            params,
+            max_draft_tokens=body.num_speculative_tokens,
+            prompt_field="messages",
+        )
+        form = ChatFormat(
+            request_id,
+            model,
+            system_fingerprint=self._system_fingerprint,
+            return_token_ids=bool(body.return_token_ids),
+            max_draft_tokens=self._args.max_draft_tokens,
+        )
+        return await self._respond(request, body, form, [generation])
+
+    async def models(self, request: Request) -> Response:
+        cards = [
+            model_card(name, self._args.model, self._generator.max_model_len)
+            for name in self._args.served_model_names
+        ]
+        return JSONResponse({"object": "list", "data": cards})
+
+    async def health(self, request: Request) -> Response:
+        return Response(status_code=200 if self._is_ready() else 503)
+
+    async def version(self, request: Request) -> Response:
+        return JSONResponse({"version": __version__})
+
+    async def prometheus(self, request: Request) -> Response:
+        return Response(
+            self._metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8"
+        )
+
+    async def tokenize(self, request: Request) -> Response:
+        raw = await _read_json(request)
+        body: TokenizeChatRequest | TokenizeRequest
+        if "messages" in raw:
+            body = _validate(raw, TokenizeChatRequest)
+            self._served(body.model)
+            token_ids = await self._chat_token_ids(body)
+        else:
+            body = _validate(raw, TokenizeRequest)
+            self._served(body.model)
+            token_ids = await self._tokenizer.encode(
+                body.prompt, add_special_tokens=body.add_special_tokens
+            )
+        return JSONResponse({
+            "count": len(token_ids),
+            "max_model_len": self._generator.max_model_len,
+            "tokens": token_ids,
+            "token_strs": self._tokenizer.tokens(token_ids) if body.return_token_strs else None,
+        })  # fmt: skip
+
+    async def detokenize(self, request: Request) -> Response:
+        body = await _parse(request, DetokenizeRequest)
+        self._served(body.model)
+        return JSONResponse({"prompt": self._tokenizer.decode(body.tokens)})
+
+    async def _chat_token_ids(self, body: ChatOptions) -> list[int]:
+        messages = [message.for_template() for message in body.messages]
+        text = await self._tokenizer.render_chat(messages, body.template_options())
+        return await self._tokenizer.encode(text, add_special_tokens=body.add_special_tokens)
+
+    def _served(self, model: str | None) -> str:
+        names = self._args.served_model_names
+        if model is None:
+            return names[0]
+        if model not in names:
+            raise ModelNotFound(
+                f"The model `{model}` does not exist; served here: {', '.join(names)}"
+            )
+        return model
+
+    async def _respond(
+        self,
+        request: Request,
+        body: CompletionRequest | ChatCompletionRequest,
+        form: CompletionFormat,
+        generations: Sequence[GenerateRequest],
+    ) -> Response:
+        answers = [
+            Answer(index, generation.prompt_token_ids)
+            for index, generation in enumerate(generations)
+        ]
+        headers = {"x-request-id": form.response_id}
+        if not body.stream:
+            work = self._collect(form, answers, generations)
+            status, content = await run_until_disconnect(request.receive, work)
+            return JSONResponse(content, status, headers)
+
+        async def produce(events: EventSender) -> None:
+            await self._stream(events, body, form, answers, generations)
+
+        return EventStream(produce, headers)
+
+    async def _collect(
+        self,
+        form: CompletionFormat,
+        answers: Sequence[Answer],
+        generations: Sequence[GenerateRequest],
+    ) -> tuple[int, Body]:
+        """Returns status and body. If the work broke off, the body has the error and what came."""
+
+        async def collect(answer: Answer, generation: GenerateRequest) -> None:
+            async with aclosing(self._generator.generate(generation)) as outputs:
+                async for output in outputs:
+                    answer.add(output)
+
+        try:
+            await run_together(map(collect, answers, generations))
+        except SpecgwError as error:
+            if not any(answer.token_ids for answer in answers):
+                raise
+            return http_status(error), {**form.response(answers), **error_body(error)}
+        return 200, form.response(answers)
+
+    async def _stream(
+        self,
+        events: EventSender,
+        body: CompletionRequest | ChatCompletionRequest,
+        form: CompletionFormat,
+        answers: Sequence[Answer],
+        generations: Sequence[GenerateRequest],
+    ) -> None:
+        """Sends all answers, their chunks mixed. An error after the first chunk is the last one."""
+
+        async def stream(answer: Answer, generation: GenerateRequest) -> None:
+            async with aclosing(self._generator.generate(generation)) as outputs:
+                async for output in outputs:
+                    opening = form.opening(answer) if answer.last is None else None
+                    answer.add(output)
+                    chunk = form.chunk(answer, output, with_usage=body.continuous_usage)
+                    for event in filter(None, (opening, chunk)):
+                        await events.send(event)
+
+        try:
+            await run_together(map(stream, answers, generations))
+        except SpecgwError as error:
+            if not events.has_begun:
+                raise
+            await events.send(error_body(error))
+        else:
+            if body.include_usage:
+                await events.send(form.usage_chunk(answers))
+        await events.end()
+
+
+def build_app(api: OpenAIApi, api_keys: Sequence[str]) -> Starlette:
+    """Returns the ASGI application."""
+    routes = [
+        Route("/v1/completions", api.completions, methods=["POST"]),
+        Route("/v1/chat/completions", api.chat_completions, methods=["POST"]),
+        Route("/v1/models", api.models),
+        Route("/tokenize", api.tokenize, methods=["POST"]),
+        Route("/detokenize", api.detokenize, methods=["POST"]),
+        Route("/health", api.health),
+        Route("/ping", api.health, methods=["GET", "POST"]),
+        Route("/version", api.version),
+        Route("/metrics", api.prometheus),
+    ]
+    return Starlette(
+        routes=routes,
+        middleware=[Middleware(ApiKeyGuard, api_keys=api_keys)] if api_keys else [],
+        exception_handlers={
+            SpecgwError: _error_response,
+            HTTPException: _http_error_response,
+            Exception: _internal_error_response,
+        },
+    )
+
+
+class ApiKeyGuard:
+    """Lets only requests with a known key through to the model."""
+
+    def __init__(self, app: ASGIApp, api_keys: Sequence[str]) -> None:
+        self._app = app
+        self._api_keys = [key.encode() for key in api_keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        app = self._app
+        if scope["type"] == "http" and scope["path"].startswith(_GUARDED):
+            given = dict(scope["headers"]).get(b"authorization", b"")
+            scheme, _, token = given.partition(b" ")
+            # All keys are compared, and each in constant time, so that timing tells nothing.
+            matches = [hmac.compare_digest(token.strip(), key) for key in self._api_keys]
+            if scheme.lower() != b"bearer" or not any(matches):
+                body = error_fields("the API key is missing or wrong", 401)
+                app = JSONResponse(body, 401, {"www-authenticate": "Bearer"})
+        await app(scope, receive, send)
+
+
+async def _parse(request: Request, model: type[BodyModel]) -> BodyModel:
+    return _validate(await _read_json(request), model)
+
+
+async def _read_json(request: Request) -> dict[str, Any]:
+    content_type = request.headers.get("content-type", "")
+    if content_type.partition(";")[0].strip().lower() != "application/json":
+        raise InvalidRequest("content-type", content_type, "must be application/json")
+    try:
+        raw = json.loads(await request.body())
+    except ValueError as error:
+        raise HTTPException(400, f"the body is not JSON: {error}") from None
+    if not isinstance(raw, dict):
+        raise HTTPException(400, "the body is not a JSON object")
+    return raw
+
+
+def _validate(raw: dict[str, Any], model: type[BodyModel]) -> BodyModel:
+    try:
+        return model.model_validate(raw)
+    except ValidationError as error:
+        raise first_problem(error) from None
+
+
+def _request_id(request: Request, in_body: str | None) -> str:
+    return request.headers.get("x-request-id") or in_body or uuid.uuid4().hex
+
+
+async def _error_response(request: Request, error: Exception) -> Response:
+    assert isinstance(error, SpecgwError)
+    headers = {}
+    if isinstance(error, Overloaded):
+        headers["retry-after"] = str(math.ceil(error.retry_after_s))
+    return JSONResponse(error_body(error), http_status(error), headers)
+
+
+async def _http_error_response(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return JSONResponse(error_fields(error.detail, error.status_code), error.status_code)
+
+
+async def _internal_error_response(request: Request, error: Exception) -> Response:
+    return JSONResponse(error_fields("internal error; see the gateway's log", 500), 500)

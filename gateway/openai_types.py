@@ -1,0 +1,281 @@
+"""The bodies of OpenAI requests: fields and defaults of vLLM 0.32, plus `num_speculative_tokens`.
+
+Like vLLM, lets fields pass that it does not know. Unlike it, refuses the ones that would change
+the output and are not implemented, by name. The caller is `openai_api.py`.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from specgw.errors import InvalidRequest
+from specgw.types import SamplingParams
+
+TokenId = Annotated[int, Field(ge=0)]
+
+_OFF: tuple[object, ...] = (None, False)
+_EMPTY: tuple[object, ...] = (None, [], {}, "")
+_TEXT: tuple[object, ...] = (None, {"type": "text"})
+
+# Fields that change the output and are not implemented, each with the values that change nothing.
+_NOT_IMPLEMENTED: dict[str, tuple[object, ...]] = {
+    "allowed_token_ids": _EMPTY,
+    "bad_words": _EMPTY,
+    "best_of": (None, 1),
+    "early_stopping": _OFF,
+    "echo": _OFF,
+    "frequency_penalty": (None, 0),
+    "guided_choice": _EMPTY,
+    "guided_grammar": _EMPTY,
+    "guided_json": (None,),
+    "guided_regex": _EMPTY,
+    "include_stop_str_in_output": _OFF,
+    "kv_transfer_params": _EMPTY,
+    "length_penalty": (None, 1),
+    "logit_bias": _EMPTY,
+    "logits_processors": _EMPTY,
+    "logit_processors": _EMPTY,
+    "logprob_token_ids": _EMPTY,
+    "min_p": (None, 0),
+    "min_tokens": (None, 0),
+    "n": (None, 1),
+    "presence_penalty": (None, 0),
+    "prompt_embeds": (None,),
+    "prompt_logprobs": (None,),
+    "repetition_detection": (None,),
+    "repetition_penalty": (None, 1),
+    "response_format": _TEXT,
+    "spaces_between_special_tokens": (None, True),
+    "structured_outputs": _EMPTY,
+    "thinking_token_budget": (None, -1),
+    "truncate_prompt_tokens": (None,),
+    "use_beam_search": _OFF,
+    "vllm_xargs": _EMPTY,
+    "watermarking": _OFF,
+}
+
+
+class StreamOptions(BaseModel):
+    """What a stream reports besides the output."""
+
+    model_config = ConfigDict(extra="allow")
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class _Request(BaseModel):
+    """What both generation endpoints share."""
+
+    model_config = ConfigDict(extra="allow", protected_namespaces=())
+    not_implemented: ClassVar[Mapping[str, tuple[object, ...]]] = _NOT_IMPLEMENTED
+
+    model: str | None = None
+    max_tokens: int | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    request_id: str | None = None
+    return_token_ids: bool | None = None
+    num_speculative_tokens: int | None = None
+
+    @model_validator(mode="after")
+    def _refuse_by_name(self) -> Self:
+        for name, value in (self.model_extra or {}).items():
+            neutral = self.not_implemented.get(name)
+            if neutral is not None and value not in neutral:
+                raise InvalidRequest(name, value, "is not implemented, so it must be left out")
+        if self.stream_options is not None and not self.stream:
+            given = self.stream_options.model_dump()
+            raise InvalidRequest("stream_options", given, "is only allowed with stream=true")
+        return self
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether the stream ends with a usage chunk."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def continuous_usage(self) -> bool:
+        """Whether every chunk of the stream carries usage."""
+        return self.include_usage and bool(
+            self.stream_options and self.stream_options.continuous_usage_stats
+        )
+
+    def sampling_params(self, defaults: Mapping[str, float]) -> SamplingParams:
+        """Returns how to sample: the request's values, else the model's, else OpenAI's."""
+        chosen = {
+            name: value
+            for name in ("temperature", "top_p", "top_k")
+            if (value := getattr(self, name)) is not None
+        }
+        return SamplingParams(
+            **{**defaults, **chosen},
+            seed=None if self.seed == -1 else self.seed,
+            max_tokens=self.max_tokens,
+            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            ignore_eos=self.ignore_eos,
+            skip_special_tokens=self.skip_special_tokens,
+        )
+
+
+class CompletionRequest(_Request):
+    """The body of `POST /v1/completions`."""
+
+    not_implemented: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        **_NOT_IMPLEMENTED,
+        "logprobs": (None,),
+        "suffix": _EMPTY,
+    }
+
+    prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
+    add_special_tokens: bool = True
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts, each as text or token ids."""
+        prompt = self.prompt
+        if isinstance(prompt, str) or all(isinstance(one, int) for one in prompt):
+            return [prompt]  # type: ignore[list-item]
+        return list(prompt)  # type: ignore[arg-type]
+
+
+class ChatMessage(BaseModel):
+    """One message. Fields of its own reach the chat template, such as `name`."""
+
+    model_config = ConfigDict(extra="allow")
+
+    role: str
+    content: str | list[dict[str, Any]] | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        """Returns the message with its parts joined.
+
+        Raises:
+            InvalidRequest: for a part that is not text.
+        """
+        message = self.model_dump(exclude_unset=True)
+        if isinstance(self.content, list):
+            for part in self.content:
+                if part.get("type") != "text" or not isinstance(part.get("text"), str):
+                    rule = "must be text: the model takes nothing else"
+                    raise InvalidRequest("messages.content.type", part.get("type"), rule)
+            message["content"] = "\n".join(part["text"] for part in self.content)
+        return message
+
+
+class ChatOptions(BaseModel):
+    """How a chat becomes a prompt."""
+
+    model_config = ConfigDict(extra="allow")
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+
+    def template_options(self) -> dict[str, Any]:
+        """Returns the variables of the chat template.
+
+        Raises:
+            InvalidRequest: for a variable that is not the request's to set.
+        """
+        options = dict(self.chat_template_kwargs or {})
+        for name in ("chat_template", "conversation", "tokenize", "tools", "documents"):
+            if name in options:
+                raise InvalidRequest(
+                    f"chat_template_kwargs.{name}", options[name], "is not allowed"
+                )
+        if self.add_generation_prompt and self.continue_final_message:
+            raise InvalidRequest(
+                "continue_final_message", True, "is only allowed with add_generation_prompt=false"
+            )
+        if self.reasoning_effort is not None:
+            options["reasoning_effort"] = self.reasoning_effort
+        options["add_generation_prompt"] = self.add_generation_prompt
+        options["continue_final_message"] = self.continue_final_message
+        return options
+
+
+class ChatCompletionRequest(ChatOptions, _Request):
+    """The body of `POST /v1/chat/completions`."""
+
+    not_implemented: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        **_NOT_IMPLEMENTED,
+        "audio": (None,),
+        "chat_template": _EMPTY,
+        "documents": _EMPTY,
+        "function_call": (None, "none"),
+        "functions": _EMPTY,
+        "logprobs": _OFF,
+        "mm_processor_kwargs": _EMPTY,
+        "modalities": (None, ["text"]),
+        "return_prompt_text": _OFF,
+        "tool_choice": (None, "none", "auto"),
+        "tools": _EMPTY,
+        "top_logprobs": (None, 0),
+        "web_search_options": (None,),
+    }
+
+    max_completion_tokens: int | None = None
+
+    @model_validator(mode="after")
+    def _one_limit(self) -> Self:
+        if self.max_completion_tokens is not None:
+            self.max_tokens = self.max_completion_tokens
+        return self
+
+
+class TokenizeRequest(BaseModel):
+    """The body of `POST /tokenize` with a prompt."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: str | None = None
+    prompt: str
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+
+class TokenizeChatRequest(ChatOptions):
+    """The body of `POST /tokenize` with a chat."""
+
+    model: str | None = None
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(BaseModel):
+    """The body of `POST /detokenize`."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: str | None = None
+    tokens: list[TokenId]
+
+
+def first_problem(error: ValidationError) -> InvalidRequest:
+    """Returns the first wrong field as the error that names it."""
+    item = error.errors(include_url=False)[0]
+    # Alternatives of one field are told apart by type names, which say nothing to a caller.
+    path = ".".join(str(part) for part in item["loc"] if not _is_alternative(part))
+    value = None if item["type"] == "missing" else _short(item["input"])
+    return InvalidRequest(path or "body", value, item["msg"][:1].lower() + item["msg"][1:])
+
+
+def _is_alternative(part: str | int) -> bool:
+    return isinstance(part, str) and (part == "str" or "[" in part)
+
+
+def _short(value: object) -> object:
+    return value if len(text := repr(value)) <= 200 else f"{text[:200]}..."

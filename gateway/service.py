@@ -1,0 +1,142 @@
+"""The gateway's gRPC edge: `GatewayService`, the twin of the OpenAI HTTP API.
+
+Turns messages into values and back; `generation.py` does the rest.
+"""
+
+import hmac
+import uuid
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
+
+import grpc
+
+from gateway.admission import Admission
+from gateway.detokenizer import TextOutput
+from gateway.generation import DEFAULT_COMPLETION_TOKENS, TextGenerator
+from specgw.config import EngineArgs
+from specgw.errors import InvalidRequest, ModelNotFound
+from specgw.types import GenerateRequest, ModelDescription
+from specgw.v1 import gateway_pb2, gateway_pb2_grpc
+from specgw.wire import (
+    model_description_to_pb,
+    sampling_params_from_pb,
+    speculation_stats_to_pb,
+    token_ids_from_pb,
+    token_ids_to_pb,
+)
+
+SERVICE_NAME = gateway_pb2.DESCRIPTOR.services_by_name["GatewayService"].full_name
+
+
+class GatewayService(gateway_pb2_grpc.GatewayServiceServicer):
+    """Answers gRPC clients. With API keys, calls need `authorization: Bearer KEY` metadata."""
+
+    def __init__(
+        self,
+        args: EngineArgs,
+        generator: TextGenerator,
+        admission: Admission,
+        target_model: Callable[[], ModelDescription | None],
+        verifiers: tuple[str, ...],
+    ) -> None:
+        self._args = args
+        self._generator = generator
+        self._admission = admission
+        self._target_model = target_model
+        self._verifiers = verifiers
+
+    def register(self, server: grpc.aio.Server) -> None:
+        """Adds the service to a server that has not started."""
+        gateway_pb2_grpc.add_GatewayServiceServicer_to_server(self, server)
+
+    async def Generate(
+        self,
+        request: gateway_pb2.GatewayServiceGenerateRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> AsyncIterator[gateway_pb2.GatewayServiceGenerateResponse]:
+        await self._authenticate(context)
+        generation = await self._generation(request)
+        seed = generation.sampling_params.seed
+        num_output_tokens = 0
+        answer = self._generator.generate(generation, context.time_remaining())
+        async with aclosing(answer) as outputs:
+            async for output in outputs:
+                num_output_tokens += len(output.token_ids)
+                response = _response(output)
+                if seed is not None:
+                    response.seed, seed = seed, None
+                if output.finish_reason is not None:
+                    response.finish_reason = output.finish_reason.value
+                    response.prompt_token_count = len(generation.prompt_token_ids)
+                    response.output_token_count = num_output_tokens
+                    response.speculation.CopyFrom(speculation_stats_to_pb(output.speculation))
+                yield response
+
+    async def GetGatewayInfo(
+        self,
+        request: gateway_pb2.GetGatewayInfoRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> gateway_pb2.GetGatewayInfoResponse:
+        await self._authenticate(context)
+        model = self._target_model()
+        config = self._args.speculative_config
+        return gateway_pb2.GetGatewayInfoResponse(
+            served_model_names=self._args.served_model_names,
+            target_model=model_description_to_pb(model) if model else None,
+            method=config.method if config else "",
+            max_draft_tokens=self._args.max_draft_tokens,
+            verifier_addresses=self._verifiers,
+            running_count=self._admission.running_count,
+            waiting_count=self._admission.waiting_count,
+        )
+
+    async def _generation(
+        self, request: gateway_pb2.GatewayServiceGenerateRequest
+    ) -> GenerateRequest:
+        names = self._args.served_model_names
+        if request.model and request.model not in names:
+            raise ModelNotFound(
+                f"the model {request.model} does not exist; served here: {', '.join(names)}"
+            )
+        params = replace(
+            sampling_params_from_pb(request.sampling_params),
+            stop=tuple(request.stop),
+            skip_special_tokens=not request.keep_special_tokens,
+        )
+        if request.HasField("prompt_token_ids"):
+            prompt_token_ids = token_ids_from_pb(request.prompt_token_ids, "prompt_token_ids")
+        elif request.HasField("prompt"):
+            prompt_token_ids = await self._generator.tokenizer.encode(request.prompt)
+        else:
+            raise InvalidRequest("input", None, "must be prompt or prompt_token_ids")
+        return self._generator.build_request(
+            uuid.uuid4().hex,
+            prompt_token_ids,
+            params,
+            max_draft_tokens=(
+                request.max_draft_tokens if request.HasField("max_draft_tokens") else None
+            ),
+            default_max_tokens=DEFAULT_COMPLETION_TOKENS,
+        )
+
+    async def _authenticate(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        if not self._args.api_key:
+            return
+        metadata = dict(context.invocation_metadata() or ())
+        given = str(metadata.get("authorization", "")).removeprefix("Bearer ").encode()
+        matches = [hmac.compare_digest(given, key.encode()) for key in self._args.api_key]
+        if not any(matches):
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the API key is missing or wrong")
+
+
+def _response(output: TextOutput) -> gateway_pb2.GatewayServiceGenerateResponse:
+    response = gateway_pb2.GatewayServiceGenerateResponse(
+        text=output.text, token_ids=token_ids_to_pb(output.token_ids)
+    )
+    if isinstance(output.stop_reason, str):
+        response.stop_string = output.stop_reason
+    elif output.stop_reason is not None:
+        response.stop_token_id = output.stop_reason
+    return response
