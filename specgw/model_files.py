@@ -32,10 +32,12 @@ def resolve_model(model: str) -> Path:
         return Path(snapshot_download(model, allow_patterns=_NEEDED_FILES))
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
-        raise ConfigError([
-            f"{model}: neither a directory nor a model that the Hugging Face hub or its local "
-            f"cache has: {reason}"
-        ]) from None
+        raise ConfigError(
+            [
+                f"{model}: neither a directory nor a model that the Hugging Face hub or its local "
+                f"cache has: {reason}"
+            ]
+        ) from None
 
 
 def _bundled(name: str) -> Path:

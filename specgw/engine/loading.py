@@ -1,0 +1,250 @@
+"""Turns a model directory into a `ModelRunner`: decides what can run, and with how much memory.
+
+Only safetensors are read and no remote code runs. What would be computed wrongly is refused by
+name; nothing degrades in silence.
+"""
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch import Tensor
+from transformers import AutoConfig, PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from specgw.config import EngineArgs
+from specgw.engine import decoder
+from specgw.engine.attention import Batch
+from specgw.engine.checkpoint import Checkpoint, weight_files
+from specgw.engine.kv_cache import BLOCK_SIZE, KVCache
+from specgw.engine.model_runner import ModelRunner
+from specgw.engine.transformers_model import TransformersModel
+from specgw.errors import ConfigError
+from specgw.model_files import resolve_model
+from specgw.types import ModelDescription
+from specgw.vocab import vocab_fingerprint
+
+_CPU_MEMORY_SHARE = 0.25  # a verifier and a proposer fit on one host, beside their weights
+_FULL_HISTORY = ("full_attention", "sliding_attention")  # layer types that keep every row
+_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOptions:
+    """What to load and how.
+
+    Attributes:
+        model: A path, `tiny/NAME` or a hub id.
+        dtype: `auto` for the checkpoint's, else the name of a torch type.
+        device: `auto` for a GPU if there is one, else a torch device.
+        max_model_len: Longest context; None for all that the model was made for, or less if the
+            KV cache is smaller.
+        accept_shorter: Whether a model made for less than `max_model_len` will do, as a draft does.
+        kv_cache_tokens: Size of the KV cache. None on a GPU for what `memory_fraction` leaves; on a
+            CPU for `max_num_seqs` full contexts or a quarter of the memory, whichever is less.
+        memory_fraction: Share of a GPU's memory for weights and KV cache together.
+        max_num_seqs: How many sequences will run at once.
+        num_threads: Threads for one operator in this process; None for torch's choice.
+    """
+
+    model: str
+    dtype: str = "auto"
+    device: str = "auto"
+    max_model_len: int | None = None
+    accept_shorter: bool = False
+    kv_cache_tokens: int | None = None
+    memory_fraction: float = 0.9
+    max_num_seqs: int = 16
+    num_threads: int | None = None
+
+
+def target_options(args: EngineArgs) -> ModelOptions:
+    """Returns how a verifier loads its model."""
+    settings = args.specgw.verifier
+    return ModelOptions(
+        model=args.model,
+        dtype=args.dtype,
+        device=args.device,
+        max_model_len=args.max_model_len,
+        kv_cache_tokens=settings.kv_cache_tokens,
+        memory_fraction=args.gpu_memory_utilization,
+        max_num_seqs=args.max_num_seqs,
+        num_threads=settings.num_threads,
+    )
+
+
+def draft_options(args: EngineArgs) -> ModelOptions:
+    """Returns how a proposer loads its model."""
+    assert args.speculative_config is not None, "a proposer needs a speculative_config"
+    settings = args.specgw.proposer
+    return ModelOptions(
+        model=args.speculative_config.model,
+        dtype=args.dtype,
+        device=args.device,
+        max_model_len=args.max_model_len,
+        accept_shorter=True,
+        kv_cache_tokens=settings.kv_cache_tokens,
+        memory_fraction=args.gpu_memory_utilization,
+        max_num_seqs=settings.max_sessions,
+        num_threads=settings.num_threads,
+    )
+
+
+def load_model(options: ModelOptions) -> ModelRunner:
+    """Loads a model.
+
+    Raises:
+        ConfigError: naming what is wrong with the model or the options.
+    """
+    if options.num_threads is not None:
+        torch.set_num_threads(options.num_threads)
+    model_dir = resolve_model(options.model)
+    config = _read_config(model_dir)
+    device = _device(options.device)
+    dtype = _dtype(options.dtype, config)
+    max_model_len = _max_model_len(options, config)
+    _refuse_unsupported(options.model, config, max_model_len)
+    weight_files(model_dir)  # raises before anything slow
+    model = _load_weights(model_dir, config, dtype, device, max_model_len)
+    kv_cache = _build_kv_cache(options, config, dtype, device, max_model_len)
+    description = ModelDescription(
+        name=options.model,
+        architecture=(config.architectures or ("",))[0],
+        vocab_size=config.vocab_size,
+        vocab_fingerprint=vocab_fingerprint(model_dir),
+        max_model_len=min(max_model_len, kv_cache.capacity_tokens),
+        dtype=str(dtype).removeprefix("torch."),
+        device=str(device),
+    )
+    runner = ModelRunner(model, description, _eos_token_ids(model_dir, config), kv_cache)
+    if isinstance(model, TransformersModel):
+        model.end_trial(runner)
+    return runner
+
+
+def _read_config(model_dir: Path) -> PreTrainedConfig:
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(model_dir, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
+        raise ConfigError([f"{model_dir}: config.json cannot be used: {error}"]) from None
+    return config
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError([f"device: {name!r} cannot be used: {error}"]) from None
+    return device
+
+
+def _dtype(name: str, config: PreTrainedConfig) -> torch.dtype:
+    dtype = config.dtype or torch.float32 if name == "auto" else getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ConfigError([f"dtype: {name!r} is not a floating point type"])
+    return dtype
+
+
+def _max_model_len(options: ModelOptions, config: PreTrainedConfig) -> int:
+    made_for: int | None = getattr(config, "max_position_embeddings", None)
+    wanted = options.max_model_len or made_for
+    if wanted is None:
+        raise ConfigError([f"max_model_len: {options.model} does not say how much it supports"])
+    if made_for is None or wanted <= made_for:
+        return wanted
+    if options.accept_shorter:
+        return made_for
+    raise ConfigError([f"max_model_len: {options.model} supports {made_for}, got {wanted}"])
+
+
+def _refuse_unsupported(name: str, config: PreTrainedConfig, max_model_len: int) -> None:
+    rope = getattr(config, "rope_parameters", None) or {}
+    layer_types = set(getattr(config, "layer_types", None) or ()).difference(_FULL_HISTORY)
+    rope_type = rope.get("rope_type", "default")
+    original = rope.get("original_max_position_embeddings") or max_model_len
+    problems = {
+        "is an encoder-decoder model": getattr(config, "is_encoder_decoder", False),
+        "is a multimodal model": config.get_text_config() is not config,
+        "is not a causal language model": not config.architectures
+        or config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        "is quantized": getattr(config, "quantization_config", None) is not None,
+        "rotates by multimodal positions (M-RoPE)": "mrope_section" in rope,
+        f"has layers of type {', '.join(sorted(layer_types))}": layer_types,
+        f"rotates by the length of the context (RoPE type {rope_type}); it can run with "
+        f"max_model_len up to {original}": rope_type in _LENGTH_DEPENDENT_ROPE
+        and max_model_len > original,
+    }
+    if any(problems.values()):
+        raise ConfigError([f"model: {name} {text}" for text, is_so in problems.items() if is_so])
+
+
+def _load_weights(
+    model_dir: Path,
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_model_len: int,
+) -> Callable[[Batch], Tensor]:
+    if not decoder.is_supported(config):
+        return TransformersModel(model_dir, config, dtype, device)
+    weights = Checkpoint(model_dir, dtype, device)
+    model = decoder.Decoder(config, weights, max_model_len)
+    unknown = [name for name in weights.remaining if not decoder.is_ignored(name, config)]
+    if unknown:
+        more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
+        raise ConfigError([f"{model_dir}: the tensor {unknown[0]}{more} is unknown to the model"])
+    return model
+
+
+def _build_kv_cache(
+    options: ModelOptions,
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_model_len: int,
+) -> KVCache:
+    num_layers = config.num_hidden_layers
+    num_kv_heads, head_dim = decoder.num_kv_heads(config), decoder.head_dim(config)
+    token_bytes = num_layers * 2 * num_kv_heads * head_dim * dtype.itemsize
+    capacity = options.kv_cache_tokens or _default_capacity(
+        options, device, token_bytes, max_model_len
+    )
+    smallest = max_model_len if options.max_model_len is not None else BLOCK_SIZE
+    if capacity < smallest:
+        raise ConfigError(
+            [
+                f"kv_cache_tokens: the KV cache holds {capacity} tokens, a context has up to "
+                f"{smallest}: lower max_model_len or give the cache more memory"
+            ]
+        )
+    blocks = -(-capacity // BLOCK_SIZE)
+    return KVCache(num_layers, num_kv_heads, head_dim, blocks * BLOCK_SIZE, dtype, device)
+
+
+def _default_capacity(
+    options: ModelOptions, device: torch.device, token_bytes: int, max_model_len: int
+) -> int:
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return int(free - (1 - options.memory_fraction) * total) // token_bytes
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    full = options.max_num_seqs * -(-max_model_len // BLOCK_SIZE) * BLOCK_SIZE
+    return min(full, int(_CPU_MEMORY_SHARE * memory) // token_bytes)
+
+
+def _eos_token_ids(model_dir: Path, config: PreTrainedConfig) -> tuple[int, ...]:
+    file = model_dir / "generation_config.json"
+    generation = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    ids = generation.get("eos_token_id")
+    if ids is None:
+        ids = config.eos_token_id
+    if ids is None:
+        return ()
+    return tuple(ids) if isinstance(ids, list | tuple) else (ids,)

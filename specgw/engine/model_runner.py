@@ -1,0 +1,80 @@
+"""Runs a model on ragged batches of sequences over the block cache.
+
+Where tokens become logits. Knows nothing of requests, sampling or speculation; the schedulers of
+the verifier and the proposer call `forward`, one at a time, from one thread.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specgw.engine.attention import Batch, BatchAttention, CausalMasks
+from specgw.engine.kv_cache import KVCache, SequenceCache
+from specgw.types import ModelDescription
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceChunk:
+    """One sequence's part of a batch: a chunk of its prompt, or rows to decode or verify."""
+
+    cache: SequenceCache
+    token_ids: Sequence[int]  # at least one; they continue at position `cache.length`
+    num_logits: int  # logits are wanted for that many last rows
+
+
+class ModelRunner:
+    """A loaded model and its KV cache."""
+
+    def __init__(
+        self,
+        model: Callable[[Batch], Tensor],
+        description: ModelDescription,
+        eos_token_ids: tuple[int, ...],
+        kv_cache: KVCache,
+    ) -> None:
+        self.description = description
+        self.eos_token_ids = eos_token_ids
+        self.kv_cache = kv_cache
+        self.vocab_size = description.vocab_size
+        self.max_model_len = description.max_model_len
+        self.device = kv_cache.layers[0].device
+        self._model = model
+        self._masks = CausalMasks(kv_cache.layers[0].dtype, self.device)
+
+    @torch.inference_mode()
+    def forward(self, chunks: Sequence[SequenceChunk]) -> Tensor:
+        """Appends the chunks' tokens to their sequences, each of which occurs once.
+
+        Returns:
+            Logits in the order of the chunks, [sum of num_logits, vocab_size], in the data type of
+            the model.
+
+        Raises:
+            OutOfBlocks: and then nothing has changed.
+        """
+        lengths = [(chunk.cache, chunk.cache.length + len(chunk.token_ids)) for chunk in chunks]
+        self.kv_cache.reserve(lengths)
+        logits = self._model(self._batch(chunks))
+        for cache, length in lengths:
+            cache.length = length
+        return logits
+
+    def _batch(self, chunks: Sequence[SequenceChunk]) -> Batch:
+        token_ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        logit_rows: list[int] = []
+        for chunk in chunks:
+            start, end = chunk.cache.length, chunk.cache.length + len(chunk.token_ids)
+            token_ids.extend(chunk.token_ids)
+            positions.extend(range(start, end))
+            slots.extend(chunk.cache.slot_ids(start, end))
+            logit_rows.extend(range(len(token_ids) - chunk.num_logits, len(token_ids)))
+        ids, at, into = torch.tensor((token_ids, positions, slots)).to(self.device).unbind()
+        parts = [(chunk.cache, len(chunk.token_ids)) for chunk in chunks]
+        rows = None
+        if len(logit_rows) < len(token_ids):
+            rows = torch.tensor(logit_rows, dtype=torch.int64, device=self.device)
+        return Batch(ids, at, rows, BatchAttention(self.kv_cache, self._masks, into, parts))
