@@ -5,7 +5,8 @@ import contextlib
 from pathlib import Path
 
 import click
-from specgw.engine.loading import load_model, target_options
+from specgw.engine.loading import load_model
+from specgw.engine.options import target_options
 from specgw.engine.model_runner import ModelRunner
 
 from specgw.config import EngineArgs, load_config

@@ -156,7 +156,10 @@ class Scheduler:
     def _admit(self, event: Submit) -> None:
         runner = self._verifier.runner
         if len(self._waiting) >= self._limits.max_waiting_requests + self._free_seqs:
-            message = f"{len(self._waiting)} requests wait already, which is the limit"
+            message = (
+                f"{len(self._running)} requests are running (at most {self._limits.max_num_seqs}) "
+                f"and {len(self._waiting)} waiting (at most {self._limits.max_waiting_requests})"
+            )
             self._outputs.append((event.session_id, Overloaded(message)))
             return
         session = open_session(

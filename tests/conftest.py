@@ -1,0 +1,50 @@
+"""Fixtures that more than one part of the suite uses."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from specgw.engine.loading import ModelOptions, load_model
+from specgw.engine.model_runner import ModelRunner
+
+VOCAB_SIZE = 97
+MAX_MODEL_LEN = 64
+
+
+@pytest.fixture(scope="session")
+def random_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of a few thousand random parameters, large enough ones that its output varies."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=MAX_MODEL_LEN,
+        initializer_range=0.4,
+        eos_token_id=VOCAB_SIZE - 1,
+    )
+    path = tmp_path_factory.mktemp("random_model")
+    LlamaForCausalLM(config).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def single_thread() -> Iterator[None]:
+    """Gives torch one thread: tiny models are fastest so, and tests run beside others."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def random_runner(random_model_dir: Path, single_thread: None) -> ModelRunner:
+    """The random model in float32, with a cache for a few dozen sessions."""
+    options = ModelOptions(str(random_model_dir), dtype="float32", kv_cache_tokens=4096)
+    return load_model(options)
