@@ -1,0 +1,297 @@
+"""When a session waits for its block and when it does not, on a clock that the test holds."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from specgw.link import LinkListener
+from specgw.types import (
+    DraftBlock,
+    GenerateRequest,
+    Hello,
+    HelloAck,
+    ProposeStep,
+    SamplingParams,
+    UndraftedReason,
+)
+from tests.scripted_proposers import SCRIPTED_MODEL
+from verifier_svc.drafting import Drafting
+from verifier_svc.session import Session, open_session
+
+TIMEOUT_S = 1.0
+
+
+class RecordingLink:
+    """Keeps what it was given."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.sent: list[ProposeStep] = []
+
+    def start(self, hello: Hello, listener: LinkListener) -> None:
+        raise NotImplementedError
+
+    def send(self, step: ProposeStep) -> None:
+        self.sent.append(step)
+
+    def stop(self) -> None:
+        raise NotImplementedError
+
+
+def new_session(session_id: int, address: str = "", max_tokens: int = 100) -> Session:
+    params = SamplingParams(temperature=0, max_tokens=max_tokens)
+    request = GenerateRequest(f"r{session_id}", (1, 2, 3), params, proposer_address=address)
+    return open_session(
+        session_id,
+        request,
+        seed=0,
+        max_draft_tokens=4,
+        max_model_len=1000,
+        eos_token_ids=(),
+    )
+
+
+def ack(max_draft_tokens: int = 4) -> HelloAck:
+    return HelloAck("p", "scripted", SCRIPTED_MODEL, max_draft_tokens, 0, 10)
+
+
+class Bench:
+    """Two links, and sessions that go through rounds on them."""
+
+    def __init__(self) -> None:
+        self.links = [RecordingLink("one"), RecordingLink("two")]
+        self.drafting = Drafting(self.links, vocab_size=50, draft_timeout_s=TIMEOUT_S)
+        self.drafting.link_up("one", ack())
+        self.now = 100.0
+
+    def ask(self, session: Session) -> ProposeStep:
+        """Commits one token and asks for the next block; returns what was sent."""
+        session.append([7])
+        self.drafting.ask(session, self.now)
+        self.drafting.flush()
+        return self.links[0].sent[-1] if self.links[0].sent else ProposeStep()
+
+    def answer(self, session: Session, after_s: float, tokens: Sequence[int] = (8, 9)) -> None:
+        self.now += after_s
+        block = DraftBlock(session.session_id, len(session.context), tokens)
+        self.drafting.receive("one", block, session, self.now)
+
+    def round(self, session: Session, answer_s: float) -> None:
+        self.ask(session)
+        self.answer(session, answer_s)
+
+    def refuse(self, session: Session, reason: UndraftedReason) -> None:
+        block = DraftBlock(session.session_id, len(session.context), reason=reason)
+        self.drafting.receive("one", block, session, self.now)
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+def test_a_session_is_opened_with_its_context_and_then_only_extended(bench: Bench) -> None:
+    session = new_session(1)
+    bench.drafting.open(session, bench.now)
+    bench.drafting.flush()
+    first = bench.ask(session)
+    bench.answer(session, 0.01)
+    second = bench.ask(session)
+
+    assert [o.token_ids for o in bench.links[0].sent[0].open] == [(1, 2, 3)]
+    assert [(c.base_length, c.token_ids) for c in first.commit] == [(3, (7,))]
+    assert [(c.base_length, c.token_ids) for c in second.commit] == [(4, (7,))]
+
+
+def test_a_block_for_another_length_is_dropped(bench: Bench) -> None:
+    session = new_session(1)
+    bench.ask(session)
+    stale = DraftBlock(1, len(session.context) - 1, (8,))
+    bench.drafting.receive("one", stale, session, bench.now)
+
+    assert session.draft.take() == ()
+    bench.ask(session)
+    assert session.draft.reason is UndraftedReason.LATE
+
+
+def test_a_block_from_another_proposer_is_dropped(bench: Bench) -> None:
+    session = new_session(1)
+    bench.ask(session)
+    bench.drafting.receive("two", DraftBlock(1, 4, (8,)), session, bench.now)
+
+    assert session.draft.take() == ()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "usable"),
+    [((8, 9), (8, 9)), ((8, 50, 9), (8,)), ((-1, 8), ()), ((1, 2, 3, 4, 5, 6), (1, 2, 3, 4))],
+)
+def test_only_ids_of_the_vocabulary_that_were_asked_for_are_used(
+    tokens: tuple[int, ...], usable: tuple[int, ...], bench: Bench
+) -> None:
+    session = new_session(1)
+    bench.ask(session)
+    bench.answer(session, 0.01, tokens)
+
+    assert session.draft.take() == usable
+
+
+def test_a_late_session_asks_again_only_after_the_late_block_came(bench: Bench) -> None:
+    session = new_session(1)
+    bench.ask(session)
+    bench.now += TIMEOUT_S
+    bench.drafting.expire([session], bench.now)
+    assert session.draft.deadline is None
+
+    sent = len(bench.links[0].sent)
+    bench.ask(session)
+    assert len(bench.links[0].sent) == sent
+    bench.drafting.receive("one", DraftBlock(1, 4, (8,)), session, bench.now)
+    step = bench.ask(session)
+
+    assert [(c.base_length, c.token_ids) for c in step.commit] == [(4, (7, 7))]
+
+
+def test_the_deadline_follows_the_proposers_answers(bench: Bench) -> None:
+    session = new_session(1)
+    bench.drafting.step_s = 1.0
+    bench.round(session, 0.5)  # the first holds the prefill and does not count
+    for _ in range(5):
+        bench.round(session, 0.02)
+    bench.ask(session)
+
+    assert session.draft.deadline == pytest.approx(bench.now + 4 * 0.02)
+
+
+def test_one_missed_deadline_is_forgiven_and_three_in_a_row_are_not(bench: Bench) -> None:
+    sessions = [new_session(number) for number in range(1, 5)]
+    for session in sessions[:2]:
+        bench.ask(session)
+        bench.now += TIMEOUT_S
+        bench.drafting.expire(sessions, bench.now)
+    bench.ask(sessions[2])
+    assert sessions[2].draft.deadline is not None
+    bench.now += TIMEOUT_S
+    bench.drafting.expire(sessions, bench.now)
+    bench.ask(sessions[3])
+
+    assert sessions[3].draft.deadline is None
+    assert sessions[3].draft.reason is UndraftedReason.UNAVAILABLE
+
+
+def test_a_proposer_slower_than_its_block_could_save_rests_and_is_probed(bench: Bench) -> None:
+    session = new_session(1)
+    bench.drafting.step_s = 0.01  # four accepted tokens save at most 0.04 s
+    bench.round(session, 0.02)
+    bench.round(session, 0.1)
+    sent = len(bench.links[0].sent)
+    bench.ask(session)
+    assert len(bench.links[0].sent) == sent
+    assert session.draft.reason is UndraftedReason.UNAVAILABLE
+
+    bench.now += 0.3  # the first probe is due
+    bench.round(session, 0.005)
+    bench.ask(session)
+
+    assert session.draft.deadline is not None
+    assert len(bench.links[0].sent) == sent + 2
+
+
+def test_only_one_session_probes_a_slow_proposer(bench: Bench) -> None:
+    sessions = [new_session(number) for number in range(1, 4)]
+    bench.drafting.step_s = 0.001
+    bench.round(sessions[0], 0.02)
+    bench.round(sessions[0], 0.1)
+    bench.now += 0.3
+    for session in sessions:
+        bench.ask(session)
+
+    assert [session.draft.deadline is not None for session in sessions] == [True, False, False]
+
+
+def test_resync_opens_the_session_again_from_its_context(bench: Bench) -> None:
+    session = new_session(1)
+    bench.round(session, 0.01)
+    bench.ask(session)
+    bench.refuse(session, UndraftedReason.RESYNC)
+    assert session.draft.deadline is None
+    step = bench.ask(session)
+
+    assert [o.token_ids for o in step.open] == [(1, 2, 3, 7, 7, 7)]
+    assert [(c.base_length, c.token_ids) for c in step.commit] == [(6, ())]
+    assert step.close == ()
+
+
+def test_a_refused_session_comes_back_later(bench: Bench) -> None:
+    session = new_session(1)
+    bench.ask(session)
+    bench.refuse(session, UndraftedReason.NO_SLOT)
+    step = bench.ask(session)
+    assert step.close == (1,)
+    assert step.commit == ()
+    assert session.draft.reason is UndraftedReason.NO_SLOT
+
+    bench.now += 1.5
+    step = bench.ask(session)
+
+    assert [o.session_id for o in step.open] == [1]
+
+
+def test_the_draft_models_context_limit_ends_drafting_for_the_session(bench: Bench) -> None:
+    session = new_session(1)
+    bench.ask(session)
+    bench.refuse(session, UndraftedReason.CONTEXT_LIMIT)
+    bench.now += 3600
+    bench.ask(session)
+
+    assert session.draft.reason is UndraftedReason.CONTEXT_LIMIT
+    assert len(bench.links[0].sent) == 2  # the block asked for, and the close
+
+
+def test_a_lost_link_loses_its_sessions_and_another_proposer_takes_them(bench: Bench) -> None:
+    session = new_session(1)
+    bench.ask(session)
+    bench.drafting.link_up("two", ack(max_draft_tokens=2))
+    bench.drafting.link_down("one", "gone", {1: session})
+    assert session.draft.deadline is None
+    bench.ask(session)
+
+    [step] = bench.links[1].sent
+    assert [o.token_ids for o in step.open] == [(1, 2, 3, 7, 7)]
+    assert step.commit[0].max_draft_tokens == 2
+
+
+def test_a_request_goes_to_the_proposer_it_names(bench: Bench) -> None:
+    bench.drafting.link_up("two", ack())
+    session = new_session(1, address="two")
+    bench.ask(session)
+
+    assert bench.links[0].sent == []
+    assert len(bench.links[1].sent) == 1
+
+
+def test_sessions_spread_over_proposers(bench: Bench) -> None:
+    bench.drafting.link_up("two", ack())
+    for number in range(1, 9):
+        bench.drafting.open(new_session(number), bench.now)
+
+    assert [status.session_count for status in bench.drafting.status()] == [4, 4]
+
+
+def test_nothing_is_asked_when_one_token_is_left(bench: Bench) -> None:
+    session = new_session(1, max_tokens=2)
+    bench.ask(session)
+
+    assert bench.links[0].sent == []
+    assert session.draft.reason is UndraftedReason.DISABLED
+
+
+def test_closing_tells_the_proposer_once(bench: Bench) -> None:
+    session = new_session(1)
+    bench.ask(session)
+    bench.drafting.close(session)
+    bench.drafting.close(session)
+    bench.drafting.flush()
+
+    assert [step.close for step in bench.links[0].sent] == [(), (1,)]
+    assert bench.drafting.status()[0].session_count == 0
