@@ -94,7 +94,6 @@ def health(address: str, timeout_s: float) -> None:
 
 async def _serve(args: EngineArgs) -> None:
     from gateway.__main__ import run
-
     from specgw.supervisor import embedded_services
 
     if args.specgw.gateway.verifiers:

@@ -11,13 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from proposer_svc.proposer import build_proposer
-
 from gateway.detokenizer import Detokenizer
 from gateway.tokenizer import load_tokenizer
+from proposer_svc.proposer import build_proposer
 from specgw.config import parse_config
-from specgw.engine.loading import load_model
-from specgw.engine.options import target_options
+from specgw.engine.loading import load_model, target_options
 from specgw.errors import SpecgwError
 from specgw.link import InProcessLink
 from specgw.types import (

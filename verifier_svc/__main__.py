@@ -3,13 +3,13 @@
 import asyncio
 import contextlib
 from pathlib import Path
+from typing import Any
 
 import click
-from specgw.engine.loading import load_model
-from specgw.engine.options import target_options
-from specgw.engine.model_runner import ModelRunner
 
 from specgw.config import EngineArgs, load_config
+from specgw.engine.loading import load_model, target_options
+from specgw.engine.model_runner import ModelRunner
 from specgw.exit_codes import exit_on_config_error
 from specgw.server import ServiceServer, run_until_drained, serve_metrics
 from specgw.telemetry import configure_logging
@@ -47,7 +47,8 @@ async def _serve(
     serving = asyncio.create_task(
         run_until_drained(server, grace_s=settings.drain_grace_s, parent_pipe=parent_pipe)
     )
-    await asyncio.wait({serving, service.failed}, return_when=asyncio.FIRST_COMPLETED)
+    ends: set[asyncio.Future[Any]] = {serving, service.failed}
+    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     if service.failed.done():
         serving.cancel()
         raise service.failed.result()

@@ -291,7 +291,7 @@ class Scheduler:
             finish_reason=finish_reason,
             stop_token_id=stop_token_id,
             seed=None if session.has_started else session.seed,
-            speculation=session.speculation if finish_reason else None,
+            speculation=session.speculation.copy(),
         )
         session.has_started = True
         self._outputs.append((session.session_id, output))

@@ -123,7 +123,7 @@ class GenerateResponse(_message.Message):
 
     @_builtins.property
     def speculation(self) -> _types_pb2.SpeculationStats:
-        """What became of the draft tokens. Set in every response and counted from the start of this call."""
+        """What became of the draft tokens, counted from the start of this call."""
 
     def __init__(
         self,
