@@ -1,0 +1,73 @@
+"""The proposer's Prometheus metrics. Counted by the engine thread, read by the scraper's."""
+
+from collections.abc import Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from proposer_svc.proposer import ProposerLoad
+from specgw.types import DraftBlock, UndraftedReason
+
+_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+
+
+class ProposerMetrics:
+    """One proposer's metrics in a registry of their own, and the totals that its info tells."""
+
+    def __init__(self, kv_capacity_tokens: int) -> None:
+        self.registry = CollectorRegistry()
+        self.draft_token_count = 0
+        self.resync_count = 0
+        self._draft_tokens = Counter(
+            "specgw_proposer_draft_tokens", "Draft tokens made.", registry=self.registry
+        )
+        self._refused = Counter(
+            "specgw_proposer_undrafted",
+            "Blocks answered without tokens.",
+            ["reason"],
+            registry=self.registry,
+        )
+        self._resyncs = Counter(
+            "specgw_proposer_resyncs",
+            "Sessions that had to be opened again.",
+            registry=self.registry,
+        )
+        self._draft_seconds = Histogram(
+            "specgw_proposer_draft_seconds",
+            "Time of one step over all sessions.",
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
+        self._sessions = Gauge("specgw_proposer_sessions", "Sessions held.", registry=self.registry)
+        self._kv_used = Gauge(
+            "specgw_proposer_kv_used_tokens",
+            "Tokens of the KV cache in use, whole blocks counted.",
+            registry=self.registry,
+        )
+        Gauge(
+            "specgw_proposer_kv_capacity_tokens",
+            "Capacity of the KV cache in tokens.",
+            registry=self.registry,
+        ).set(kv_capacity_tokens)
+        for reason in UndraftedReason:
+            self._refused.labels(reason.value)
+
+    def count_blocks(self, blocks: Sequence[DraftBlock]) -> None:
+        """Counts what was answered."""
+        num_tokens = sum(len(block.token_ids) for block in blocks)
+        self.draft_token_count += num_tokens
+        self._draft_tokens.inc(num_tokens)
+        for block in blocks:
+            if block.reason is not None:
+                self._refused.labels(block.reason.value).inc()
+            if block.reason is UndraftedReason.RESYNC:
+                self.resync_count += 1
+                self._resyncs.inc()
+
+    def observe_step(self, draft_s: float) -> None:
+        """Takes one step's time."""
+        self._draft_seconds.observe(draft_s)
+
+    def set_load(self, load: ProposerLoad) -> None:
+        """Takes what is in use now."""
+        self._sessions.set(load.session_count)
+        self._kv_used.set(load.kv_used_tokens)
