@@ -127,7 +127,7 @@ class Child:
 
 @contextlib.asynccontextmanager
 async def embedded_services(args: EngineArgs) -> AsyncIterator[str]:
-    """Runs the services that `args` asks for while the context lasts; yields the verifier's address.
+    """Runs the services that `args` asks for; yields the address of the verifier.
 
     Raises:
         ChildFailed: if one of them cannot be started.
