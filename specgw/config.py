@@ -47,17 +47,22 @@ _BELONGS_ELSEWHERE = {
 
 
 class _Frozen(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
 class SpeculativeConfig(_Frozen):
     """How drafts are made and tested, in the keys and meanings of vLLM's `speculative_config`."""
 
     method: Literal["draft_model"] = "draft_model"
+    """How drafts are made: by an autoregressive draft model."""
     model: str
+    """The draft model: a path, a bundled `tiny/NAME`, or a hub id."""
     num_speculative_tokens: Annotated[int, Field(ge=1, le=MAX_SPEC_LEN)]
+    """Most draft tokens in one round."""
     draft_sample_method: Literal["greedy"] = "greedy"
+    """How draft tokens are chosen from the draft model's distribution."""
     rejection_sample_method: Literal["standard"] = "standard"
+    """How draft tokens are tested."""
 
     @model_validator(mode="before")
     @classmethod
@@ -73,81 +78,129 @@ class SpeculativeConfig(_Frozen):
 
 
 class TlsSettings(_Frozen):
-    """Files in PEM format. With `ca_file`, both sides must show a certificate it signed."""
+    """Files in PEM format, for every connection between services."""
 
     certificate_file: Path
+    """This service's certificate chain."""
     private_key_file: Path
+    """The key of the certificate."""
     ca_file: Path | None = None
+    """Certificates to trust. With it, both sides must show a certificate that one of them signed."""
 
 
 class GatewaySettings(_Frozen):
     """What is the gateway's own."""
 
     grpc_listen: str | None = None
+    """Address of the gRPC API, `host:port` or `unix:/path`. None means HTTP only."""
     verifiers: tuple[str, ...] = ()
+    """Verifiers to use. None means that `specgw serve` starts its own."""
     max_concurrent_requests: PositiveInt = 64
+    """Most requests answered at once."""
     max_queued_requests: Annotated[int, Field(ge=0)] = 256
+    """Most requests that wait for that; more are refused with 429."""
     queue_timeout_s: Seconds = 60.0
+    """Longest wait before a request is refused with 429."""
     request_timeout_s: Seconds = 600.0
+    """Most time for one request, waiting included."""
     reopen_timeout_s: Seconds = 30.0
+    """How long a request that lost its verifier waits for another."""
     drain_grace_s: Seconds = 30.0
+    """How long running requests may go on after SIGTERM."""
 
 
 class VerifierSettings(_Frozen):
     """What is the verifier's own."""
 
     listen: str = "127.0.0.1:50051"
+    """Address, `host:port` or `unix:/path`. Another host than loopback needs TLS."""
     metrics_listen: str | None = None
+    """Address of the Prometheus endpoint. None means that there is none."""
     proposers: tuple[str, ...] = ()
+    """Proposers that may draft. Each request uses one, while it is well."""
     num_threads: PositiveInt | None = None
+    """Threads of each operator. None leaves it to torch."""
     kv_cache_tokens: PositiveInt | None = None
+    """Size of the KV cache. None takes what memory allows."""
     max_waiting_requests: Annotated[int, Field(ge=0)] = 256
+    """Most requests that wait for one of the `max_num_seqs` places; more are refused."""
     draft_timeout_s: Seconds = 1.0
+    """Longest wait for a block. Usually it is far shorter: it follows the proposer's answers."""
     wait_for_slow_drafts: bool = False
+    """Waits for a proposer even if its blocks take longer than they can save. For tests."""
     drain_grace_s: Seconds = 30.0
+    """How long running requests may go on after SIGTERM."""
 
 
 class ProposerSettings(_Frozen):
     """What is the proposer's own."""
 
     listen: str = "127.0.0.1:50052"
+    """Address, `host:port` or `unix:/path`. Another host than loopback needs TLS."""
     metrics_listen: str | None = None
+    """Address of the Prometheus endpoint. None means that there is none."""
     num_threads: PositiveInt | None = None
+    """Threads of each operator. None leaves it to torch."""
     kv_cache_tokens: PositiveInt | None = None
+    """Size of the KV cache. None takes what memory allows."""
     max_sessions: PositiveInt = 64
+    """Most sessions over all verifiers; others decode without drafts."""
     max_num_batched_tokens: PositiveInt = 2048
+    """Most input rows in one forward pass."""
     drain_grace_s: Seconds = 5.0
+    """How long streams may go on after SIGTERM."""
 
 
 class SpecgwSettings(_Frozen):
     """Everything that vLLM has no key for."""
 
     gateway: GatewaySettings = GatewaySettings()
+    """The gateway's part."""
     verifier: VerifierSettings = VerifierSettings()
+    """The verifier's part."""
     proposer: ProposerSettings = ProposerSettings()
+    """The proposer's part."""
     tls: TlsSettings | None = None
+    """Certificates for the connections between services. Unix sockets need none."""
     allow_insecure: bool = False
+    """Lets services listen beyond loopback without TLS, on a network that can be trusted."""
 
 
 class EngineArgs(_Frozen):
     """The whole configuration. Top-level keys are `vllm serve` flags under the same names."""
 
     model: str
+    """The target model: a path, a bundled `tiny/NAME`, or a hub id."""
     tokenizer: str | None = None
+    """Where the tokenizer is. None means with the model."""
     served_model_name: tuple[str, ...] = ()
+    """Names under which clients ask for the model. None means `model`."""
     host: str = "127.0.0.1"
+    """Where the OpenAI API listens."""
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
+    """Port of the OpenAI API; 0 takes a free one."""
     api_key: tuple[str, ...] = ()
+    """Keys that clients must show one of. None means that none is needed."""
     seed: int = 0
+    """Where the seeds of requests without one come from."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """Element type of both models' weights. `auto` means the checkpoint's."""
     device: str = "auto"
+    """`cpu`, `cuda` or `cuda:N`. `auto` means a GPU if there is one."""
     max_model_len: PositiveInt | None = None
+    """Longest context in tokens. None means the model's."""
     max_num_seqs: PositiveInt = 16
+    """Most requests in one step of the verifier."""
     max_num_batched_tokens: PositiveInt = 2048
+    """Most input rows in one step of the verifier: longer prompts are prefilled in chunks."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
+    """Share of a GPU's memory for weights and KV cache."""
     tensor_parallel_size: Literal[1] = 1
+    """GPUs for the target model."""
     speculative_config: SpeculativeConfig | None = None
+    """How drafts are made and tested. None means plain decoding."""
     specgw: SpecgwSettings = SpecgwSettings()
+    """Everything that vLLM has no key for."""
 
     @field_validator("served_model_name", "api_key", mode="before")
     @classmethod
