@@ -85,7 +85,7 @@ class TlsSettings(_Frozen):
     private_key_file: Path
     """The key of the certificate."""
     ca_file: Path | None = None
-    """Certificates to trust. With it, both sides must show a certificate that one of them signed."""
+    """Certificates to trust. With it, both sides must show one that these signed."""
 
 
 class GatewaySettings(_Frozen):

@@ -114,7 +114,7 @@ class LLM:
         Raises:
             InvalidRequest: naming the field and its value, before any work.
         """
-        many = [prompts] if _is_one(prompts) else list(prompts)  # type: ignore[arg-type]
+        many = [prompts] if _is_one(prompts) else list(prompts)
         params = _for_each(sampling_params, len(many))
         answers = [
             self._answer(prompt, one)  # type: ignore[arg-type]
@@ -134,13 +134,15 @@ class LLM:
         return _Answer(request, text, detokenizer)
 
     def _tokenize(self, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
-        if isinstance(prompt, Mapping):
-            prompt = (
-                prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt["prompt"]
-            )
+        text: str | None = None
         if isinstance(prompt, str):
-            return prompt, self._tokenizer.backend.encode(prompt).ids
-        return None, list(prompt)
+            text = prompt
+        elif isinstance(prompt, Mapping):
+            text = prompt.get("prompt")
+        if text is not None:
+            return text, self._tokenizer.backend.encode(text).ids
+        token_ids = prompt["prompt_token_ids"] if isinstance(prompt, Mapping) else prompt
+        return None, [int(token_id) for token_id in token_ids]
 
     def _submit(self, answer: "_Answer") -> None:
         session_id = next(self._session_ids)

@@ -43,8 +43,8 @@ which beats the defaults: `--port 8001`, `SPECGW_PORT=8001`, `port: 8001`. A var
 underscores reaches into `specgw`: `SPECGW_VERIFIER__LISTEN=127.0.0.1:7000`. An unknown key is an
 error that names the nearest one.
 
-Without arguments `specgw serve` uses `configs/tiny.yaml`, the bundled tiny models. `configs/split.yaml`
-is what `compose.yaml` mounts.
+Without arguments `specgw serve` uses `configs/tiny.yaml`, the bundled tiny models.
+`configs/split.yaml` is what `compose.yaml` mounts.
 """
 
 
