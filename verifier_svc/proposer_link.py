@@ -72,7 +72,10 @@ class GrpcProposerLink:
                 backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
 
     async def _serve_stream(
-        self, stub: proposer_pb2_grpc.ProposerServiceAsyncStub, hello: Hello, listener: LinkListener
+        self,
+        stub: "proposer_pb2_grpc.ProposerServiceAsyncStub",
+        hello: Hello,
+        listener: LinkListener,
     ) -> str:
         """Keeps one stream going for as long as it lives; returns why it ended."""
         outbox: asyncio.Queue[ProposeStep] = asyncio.Queue()
