@@ -87,7 +87,7 @@ class TextGenerator:
         """
         model = self._router.target_model
         if model is None:
-            raise NotReady("no verifier was reached yet")
+            raise NotReady(f"no verifier was reached yet ({self._router.states})")
         _check_token_ids(prompt_field, prompt_token_ids, model)
         _check_token_ids("stop_token_ids", params.stop_token_ids, model)
         if max_draft_tokens is not None and not 0 <= max_draft_tokens <= self._max_draft_tokens:

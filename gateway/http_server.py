@@ -54,7 +54,11 @@ class _QuietServer(uvicorn.Server):
 def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family, backlog=2048)
+        listener = socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
         reason = error.strerror or error
         raise ConfigError([f"host {host}, port {port}: cannot be listened on: {reason}"]) from None
+    # Connections inherit it. asyncio would set it only for sockets of protocol TCP by name, and
+    # without it a chunk waits up to 40 ms for the acknowledgement of the one before.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listener

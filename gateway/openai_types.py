@@ -266,8 +266,11 @@ class DetokenizeRequest(BaseModel):
 
 def first_problem(error: ValidationError) -> InvalidRequest:
     """Returns the first wrong field as the error that names it."""
-    item = error.errors(include_url=False)[0]
-    # Alternatives of one field are told apart by type names, which say nothing to a caller.
+    errors = error.errors(include_url=False)
+    field = errors[0]["loc"][:1]
+    # Of a field's alternatives, the one that got furthest is what the caller meant. The path tells
+    # them apart by type names, which say nothing to a caller.
+    item = max((one for one in errors if one["loc"][:1] == field), key=lambda one: len(one["loc"]))
     path = ".".join(str(part) for part in item["loc"] if not _is_alternative(part))
     value = None if item["type"] == "missing" else _short(item["input"])
     return InvalidRequest(path or "body", value, item["msg"][:1].lower() + item["msg"][1:])

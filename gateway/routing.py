@@ -205,9 +205,14 @@ class Router:
         known = (verifier.target_model for verifier in self._verifiers)
         return next((model for model in known if model is not None), None)
 
-    async def ready(self) -> None:
-        """Waits until some verifier is serving."""
-        while not self.is_ready:
+    @property
+    def states(self) -> str:
+        """What is known of each verifier, for people."""
+        return "; ".join(f"{verifier.address}: {verifier.detail}" for verifier in self._verifiers)
+
+    async def ready(self, count: int = 1) -> None:
+        """Waits until `count` verifiers are serving."""
+        while sum(verifier.is_serving for verifier in self._verifiers) < count:
             await self._changed.wait()
 
     async def generate(
@@ -264,7 +269,7 @@ class Router:
     def _choose(self, lost: Verifier | None) -> Verifier:
         serving = [verifier for verifier in self._verifiers if verifier.is_serving]
         if not serving:
-            raise NotReady(f"no verifier is serving ({self._states()})")
+            raise NotReady(f"no verifier is serving ({self.states})")
         return min(serving, key=lambda one: (one is lost, one.running_count))
 
     async def _next(self, lost: Verifier, give_up_at: float, wait_s: float) -> Verifier:
@@ -277,11 +282,8 @@ class Router:
         except TimeoutError:
             raise NotReady(
                 f"no verifier took the request up again within {self._reopen_timeout_s:g} s "
-                f"({self._states()})"
+                f"({self.states})"
             ) from None
-
-    def _states(self) -> str:
-        return "; ".join(f"{verifier.address}: {verifier.detail}" for verifier in self._verifiers)
 
     def _on_change(self) -> None:
         self._changed.set()

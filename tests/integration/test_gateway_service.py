@@ -1,0 +1,883 @@
+"""The whole gateway over HTTP and gRPC, in front of verifiers that play scripts."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+from openai import AsyncOpenAI, DefaultAsyncHttpxClient
+
+from gateway.__main__ import Gateway, serving
+from gateway.tokenizer import Tokenizer, load_tokenizer
+from specgw import wire
+from specgw.channel import open_channel, status_to_error
+from specgw.config import parse_config
+from specgw.errors import InvalidRequest, NotReady, Overloaded
+from specgw.v1 import gateway_pb2, gateway_pb2_grpc, types_pb2
+from tests import scripted_verifier, tiny_tokenizers
+from tests.scripted_verifier import ScriptedVerifier
+
+TEXT = " and the quick fox said \"go\" — 😀 你好, then naïve dogs sleep"  # fmt: skip
+
+MakeVerifier = Callable[..., ScriptedVerifier]
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    path = tmp_path_factory.mktemp("model")
+    tiny_tokenizers.save(tiny_tokenizers.byte_level(), path)
+    return load_tokenizer(str(path))
+
+
+@pytest.fixture
+def token_ids(tokenizer: Tokenizer) -> list[int]:
+    return tokenizer.backend.encode(TEXT).ids
+
+
+@pytest.fixture
+def make_verifier(tokenizer: Tokenizer, token_ids: list[int]) -> MakeVerifier:
+    def make(output_token_ids: Sequence[int] = token_ids, **options: Any) -> ScriptedVerifier:
+        defaults = {
+            "vocab_size": tokenizer.vocab_size,
+            "vocab_fingerprint": tokenizer.fingerprint,
+            "eos_token_id": tokenizer.eos_token_id,
+        }
+        return ScriptedVerifier(output_token_ids, **{**defaults, **options})
+
+    return make
+
+
+RunGateway = Callable[..., AbstractAsyncContextManager[Gateway]]
+
+
+@pytest.fixture
+def run_gateway(tokenizer: Tokenizer, tmp_path: Path) -> RunGateway:
+    """Runs a gateway for addresses, with `specgw.gateway` settings and top-level keys."""
+
+    @asynccontextmanager
+    async def run(
+        *addresses: str, settings: dict[str, Any] | None = None, **keys: Any
+    ) -> AsyncIterator[Gateway]:
+        gateway_settings = {
+            "grpc_listen": "127.0.0.1:0",
+            "reopen_timeout_s": 5,
+            "drain_grace_s": 1,
+            **(settings or {}),
+        }
+        config = {
+            "model": str(tmp_path),
+            "served_model_name": "scripted",
+            "port": 0,
+            "speculative_config": {"model": "draft", "num_speculative_tokens": 4},
+            "specgw": {"gateway": gateway_settings},
+            **keys,
+        }
+        async with serving(parse_config(config), addresses, tokenizer) as gateway:
+            yield gateway
+
+    return run
+
+
+@asynccontextmanager
+async def ready(
+    run_gateway: RunGateway, verifiers: Sequence[ScriptedVerifier], **options: Any
+) -> AsyncIterator[Gateway]:
+    """Runs a gateway in front of running verifiers."""
+    async with AsyncExitStack() as stack:
+        servers = [
+            await stack.enter_async_context(scripted_verifier.serving(one)) for one in verifiers
+        ]
+        addresses = [server.addresses[0] for server in servers]
+        gateway = await stack.enter_async_context(run_gateway(*addresses, **options))
+        async with asyncio.timeout(5):
+            await gateway.router.ready(len(verifiers))
+        yield gateway
+
+
+def http(gateway: Gateway, **options: Any) -> httpx.AsyncClient:
+    return httpx.AsyncClient(base_url=gateway.url, timeout=10, trust_env=False, **options)
+
+
+async def events(response: httpx.Response) -> AsyncIterator[Any]:
+    async for line in response.aiter_lines():
+        if line.startswith("data: ") and line != "data: [DONE]":
+            yield json.loads(line.removeprefix("data: "))
+
+
+COMPLETION = {"model": "scripted", "prompt": "the dog", "max_tokens": 60}
+
+
+class TestOpenAI:
+    """What OpenAI clients see."""
+
+    async def test_unary_and_stream_have_the_same_text_and_usage(
+        self, make_verifier: MakeVerifier, run_gateway: RunGateway, token_ids: list[int]
+    ) -> None:
+        async with ready(run_gateway, [make_verifier()]) as gateway:
+            client = AsyncOpenAI(
+                api_key="EMPTY",
+                base_url=f"{gateway.url}/v1",
+                http_client=DefaultAsyncHttpxClient(trust_env=False),
+            )
+            async with client:
+                model = (await client.models.list()).data[0].id
+                unary = await client.completions.create(
+                    model=model, prompt="the dog", max_tokens=60
+                )
+                stream = await client.completions.create(
+                    model=model,
+                    prompt="the dog",
+                    max_tokens=60,
+                    stream=True,
+                    stream_options={"include_usage": True},
+                )
+                chunks = [chunk async for chunk in stream]
+
+        assert unary.choices[0].text == TEXT
+        assert unary.choices[0].finish_reason == "length"
+        assert unary.usage is not None
+        assert unary.usage.completion_tokens == len(token_ids)
+        assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == TEXT
+        assert chunks[-1].choices == []
+        assert chunks[-1].usage == unary.usage
+
+    async def test_chats_are_rendered_by_the_model_and_streamed(
+        self, make_verifier: MakeVerifier, run_gateway: RunGateway, tokenizer: Tokenizer
+    ) -> None:
+        verifier = make_verifier()
+        messages: list[Any] = [
+            {"role": "system", "content": "be brief"},
+            {"role": "user", "content": [{"type": "text", "text": "go"}]},
+        ]
+        async with ready(run_gateway, [verifier]) as gateway:
+            client = AsyncOpenAI(
+                api_key="EMPTY",
+                base_url=f"{gateway.url}/v1",
+                http_client=DefaultAsyncHttpxClient(trust_env=False),
+            )
+            async with client:
+                unary = await client.chat.completions.create(model="scripted", messages=messages)
+                stream = await client.chat.completions.create(
+                    model="scripted", messages=messages, stream=True
+                )
+                chunks = [chunk async for chunk in stream]
+
+        rendered = "system: be brief\nuser: go\nassistant:"
+        assert list(verifier.requests[0].prompt_token_ids) == tokenizer.backend.encode(rendered).ids
+        assert verifier.requests[0].sampling_params.max_tokens == 256 - len(
+            verifier.requests[0].prompt_token_ids
+        )
+        assert unary.choices[0].message.content == TEXT
+        assert chunks[0].choices[0].delta.role == "assistant"
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == TEXT
+        assert chunks[-1].choices[0].finish_reason == "length"
+
+    @pytest.mark.parametrize("block_size", [1, 2, 5, 9])
+    async def test_streamed_chunks_hold_whole_characters_whatever_the_block(
+        self, make_verifier: MakeVerifier, run_gateway: RunGateway, block_size: int
+    ) -> None:
+        async with (
+            ready(run_gateway, [make_verifier(block_size=block_size)]) as gateway,
+            http(gateway) as client,
+            client.stream("POST", "/v1/completions", json={**COMPLETION, "stream": True}) as answer,
+        ):
+            texts = [event["choices"][0]["text"] async for event in events(answer)]
+
+        assert "".join(texts) == TEXT
+        assert not any("\ufffd" in text for text in texts)
+
+    @pytest.mark.parametrize("stream", [False, True])
+    async def test_text_ids_and_usage_end_together_at_a_stop_string(
+        self,
+        make_verifier: MakeVerifier,
+        run_gateway: RunGateway,
+        tokenizer: Tokenizer,
+        stream: bool,
+    ) -> None:
+        verifier = make_verifier(block_size=9)
+        body = {**COMPLETION, "stop": "said", "return_token_ids": True, "stream": stream}
+        if stream:
+            body["stream_options"] = {"include_usage": True}
+        async with ready(run_gateway, [verifier]) as gateway, http(gateway) as client:
+            answer = await client.post("/v1/completions", json=body)
+            await verifier.closed()
+
+        bodies = [event async for event in events(answer)] if stream else [answer.json()]
+        choices = [choice for body in bodies for choice in body["choices"]]
+        ids = [token_id for choice in choices for token_id in choice["token_ids"]]
+        assert "".join(choice["text"] for choice in choices) == " and the quick fox "
+        assert tokenizer.decode(ids).endswith("said")
+        assert bodies[-1]["usage"]["completion_tokens"] == len(ids)
+        assert choices[-1]["finish_reason"] == "stop"
+        assert choices[-1]["stop_reason"] == "said"
+
+    async def test_several_prompts_give_several_choices_in_order(
+        self, make_verifier: MakeVerifier, run_gateway: RunGateway, tokenizer: Tokenizer
+    ) -> None:
+        encode = tokenizer.backend.encode
+        outputs = {(5, 6): encode(" one").ids, (7,): encode(" two").ids}
+        verifier = make_verifier(outputs=outputs)
+        body = {"prompt": [[5, 6], [7]]}
+        async with ready(run_gateway, [verifier]) as gateway, http(gateway) as client:
+            unary = (await client.post("/v1/completions", json=body)).json()
+            answer = await client.post("/v1/completions", json={**body, "stream": True})
+
+        assert [choice["text"] for choice in unary["choices"]] == [" one", " two"]
+        assert unary["usage"]["prompt_tokens"] == 3
+        assert unary["metrics"] is None
+        streamed = ["", ""]
+        async for event in events(answer):
+            streamed[event["choices"][0]["index"]] += event["choices"][0]["text"]
+        assert streamed == [" one", " two"]
+
+    async def test_every_kind_of_prompt_is_taken(
+        self, make_verifier: MakeVerifier, run_gateway: RunGateway
+    ) -> None:
+        verifier = make_verifier()
+        prompts = ["the dog", ["the dog"], [1, 2], [[1, 2], [3]]]
+        async with ready(run_gateway, [verifier]) as gateway, http(gateway) as client:
+            for prompt in prompts:
+                answer = await client.post("/v1/completions", json={"prompt": prompt})
+                assert answer.status_code == 200
+
+        assert [list(one.prompt_token_ids) for one in verifier.requests[2:]] == [
+            [1, 2],
+            [1, 2],
+            [3],
+        ]
+
+    async def test_speculation_statistics_come_with_the_answer(
+        self, make_verifier: MakeVerifier, run_gateway: RunGateway
+    ) -> None:
+        body = {**COMPLETION, "max_tokens": 5}
+        async with ready(run_gateway, [make_verifier()]) as gateway, http(gateway) as client:
+            unary = (await client.post("/v1/completions", json=body)).json()
+            answer = await client.post("/v1/completions", json={**body, "stream": True})
+
+        statistics = unary["metrics"]["speculative_decoding"]
+        assert statistics == {
+            "mean_acceptance_length": 3.0,
+            "draft_acceptance_rate": 4 / 6,
+            "acceptance_histogram": [0, 0, 2, 0, 0],
+            "num_spec_steps": 2,
+            "num_accepted_draft_tokens": 4,
+            "num_draft_tokens": 6,
+            "num_spec_tokens": 4,
+            "num_accepted_draft_tokens_per_position": [2, 2, 0, 0],
+            "num_undrafted_steps": {"disabled": 1},
+        }
+        assert [event async for event in events(answer)][-1]["metrics"] == unary["metrics"]
+
+    async def test_sampling_parameters_reach_the_verifier(
+        self, make_verifier: MakeVerifier, run_gateway: RunGateway
+    ) -> None:
+        verifier = make_verifier()
+        chosen = {
+            "temperature": 0.5,
+            "top_p": 0.9,
+            "top_k": 7,
+            "seed": 3,
+            "stop_token_ids": [9],
+            "ignore_eos": True,
+        }
+        body = {**COMPLETION, **chosen, "num_speculative_tokens": 0, "user": "me", "store": True}
+        async with ready(run_gateway, [verifier]) as gateway, http(gateway) as client:
+            assert (await client.post("/v1/completions", json=body)).status_code == 200
+
+        (request,) = verifier.requests
+        params = request.sampling_params
+        assert {name: getattr(params, name) for name in chosen} == {
+            **chosen,
+            "stop_token_ids": (9,),
+        }
+        assert request.max_draft_tokens == 0
+        assert 0 < verifier.deadlines_s[0] < 602
+
+    async def test_the_models_recommended_sampling_holds_where_the_request_is_silent(
+        self, make_verifier: MakeVerifier, run_gateway: RunGateway, tmp_path: Path
+    ) -> None:
+        (tmp_path / "generation_config.json").write_text('{"temperature": 0.6, "top_k": 20}')
+        verifier = make_verifier()
+        async with ready(run_gateway, [verifier]) as gateway, http(gateway) as client:
+            await client.post("/v1/completions", json={**COMPLETION, "top_k": 5})
+
+        params = verifier.requests[0].sampling_params
+        assert (params.temperature, params.top_k, params.top_p) == (0.6, 5, 1.0)
+
+    async def test_utility_routes(
+        self, make_verifier: MakeVerifier, run_gateway: RunGateway, tokenizer: Tokenizer
+    ) -> None:
+        async with ready(run_gateway, [make_verifier()]) as gateway, http(gateway) as client:
+            assert (await client.get("/health")).status_code == 200
+            assert (await client.post("/ping")).status_code == 200
+            assert "version" in (await client.get("/version")).json()
+            card = (await client.get("/v1/models")).json()["data"][0]
+            tokens = (
+                await client.post("/tokenize", json={"prompt": TEXT, "return_token_strs": True})
+            ).json()
+            chat = (
+                await client.post(
+                    "/tokenize", json={"messages": [{"role": "user", "content": "x"}]}
+                )
+            ).json()
+            text = (await client.post("/detokenize", json={"tokens": tokens["tokens"]})).json()
+
+        assert (card["id"], card["max_model_len"]) == ("scripted", 256)
+        assert tokens["count"] == len(tokens["token_strs"])
+        assert tokenizer.decode(chat["tokens"]) == "user: x\nassistant:"
+        assert text == {"prompt": TEXT}
+
+    async def test_metrics_count_requests_tokens_and_drafts(
+        self, make_verifier: MakeVerifier, run_gateway: RunGateway
+    ) -> None:
+        async with ready(run_gateway, [make_verifier()]) as gateway, http(gateway) as client:
+            await client.post("/v1/completions", json={**COMPLETION, "max_tokens": 5})
+            text = (await client.get("/metrics")).text
+
+        labels = 'engine="0",model_name="scripted"'
+        for line in (
+            f"vllm:generation_tokens_total{{{labels}}} 5.0",
+            f'vllm:request_success_total{{engine="0",finished_reason="length",{labels[11:]}}} 1.0',
+            f"vllm:spec_decode_num_drafts_total{{{labels}}} 2.0",
+            f"vllm:spec_decode_num_draft_tokens_total{{{labels}}} 6.0",
+            f"vllm:spec_decode_num_accepted_tokens_total{{{labels}}} 4.0",
+            f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{{labels},position="1"}} 2.0',
+            f"vllm:time_to_first_token_seconds_count{{{labels}}} 1.0",
+            f"vllm:inter_token_latency_seconds_count{{{labels}}} 2.0",
+            f"vllm:e2e_request_latency_seconds_count{{{labels}}} 1.0",
+            f"vllm:num_requests_running{{{labels}}} 0.0",
+            f"vllm:num_requests_waiting{{{labels}}} 0.0",
+        ):
+            assert line in text
+
+
+BAD_FIELDS: list[tuple[dict[str, Any], str, str]] = [
+    ({"temperature": 2.5}, "temperature", "2.5"),
+    ({"temperature": "hot"}, "temperature", "'hot'"),
+    ({"top_p": 0}, "top_p", "0"),
+    ({"top_k": -2}, "top_k", "-2"),
+    ({"max_tokens": 0}, "max_tokens", "0"),
+    ({"max_tokens": 1000}, "max_tokens", "1000"),
+    ({"stop": [""]}, "stop", "('',)"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids", "-1"),
+    ({"stop_token_ids": [10**6]}, "stop_token_ids", "1000000"),
+    ({"prompt": [[1], [10**6]]}, "prompt", "1000000"),
+    ({"prompt": [-1]}, "prompt.0", "-1"),
+    ({"prompt": None}, "prompt", "None"),
+    ({"prompt": []}, "prompt", "0"),
+    ({"prompt": [1] * 256}, "prompt length", "256"),
+    ({"num_speculative_tokens": 5}, "num_speculative_tokens", "5"),
+    ({"stream_options": {"include_usage": True}}, "stream_options", "True"),
+    ({"n": 2}, "n", "2"),
+    ({"best_of": 2}, "best_of", "2"),
+    ({"min_p": 0.1}, "min_p", "0.1"),
+    ({"logit_bias": {"1": 5}}, "logit_bias", "5"),
+    ({"logprobs": 0}, "logprobs", "0"),
+    ({"prompt_logprobs": 1}, "prompt_logprobs", "1"),
+    ({"frequency_penalty": 1}, "frequency_penalty", "1"),
+    ({"presence_penalty": 1}, "presence_penalty", "1"),
+    ({"repetition_penalty": 1.1}, "repetition_penalty", "1.1"),
+    ({"echo": True}, "echo", "True"),
+    ({"suffix": "x"}, "suffix", "'x'"),
+    ({"bad_words": ["x"]}, "bad_words", "['x']"),
+    ({"min_tokens": 3}, "min_tokens", "3"),
+    ({"allowed_token_ids": [1]}, "allowed_token_ids", "[1]"),
+    ({"response_format": {"type": "json_object"}}, "response_format", "json_object"),
+    ({"structured_outputs": {"regex": "a"}}, "structured_outputs", "regex"),
+    ({"use_beam_search": True}, "use_beam_search", "True"),
+    ({"include_stop_str_in_output": True}, "include_stop_str_in_output", "True"),
+]
+
+BAD_CHATS: list[tuple[dict[str, Any], str]] = [
+    ({"messages": []}, "messages"),
+    ({"messages": [{"role": "robot", "content": "x"}]}, "messages"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        "messages.content.type",
+    ),
+    ({"tools": [{"type": "function"}]}, "tools"),
+    ({"logprobs": True}, "logprobs"),
+    ({"continue_final_message": True}, "continue_final_message"),
+    ({"chat_template": "{{ x }}"}, "chat_template"),
+    ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs.tokenize"),
+]
+
+
+class TestRefusals:
+    """What cannot be served is refused by name, before any work."""
+
+    async def test_bad_fields_are_named_with_their_values(
+        self, make_verifier: MakeVerifier, run_gateway: RunGateway
+    ) -> None:
+        verifier = make_verifier()
+        async with ready(run_gateway, [verifier]) as gateway, http(gateway) as client:
+            for fields, param, value in BAD_FIELDS:
+                answer = await client.post("/v1/completions", json={**COMPLETION, **fields})
+                error = answer.json().get("error", {})
+                assert (answer.status_code, error.get("param")) == (400, param), fields
+                assert (error["code"], error["type"]) == (400, "BadRequestError")
+                assert value in error["message"]
+
+        assert verifier.requests == []
+
+    async def test_values_that_change_nothing_are_taken(
+        self, make_verifier: MakeVerifier, run_gateway: RunGateway
+    ) -> None:
+        neutral = {
+            "n": 1,
+            "best_of": 1,
+            "echo": False,
+            "logprobs": None,
+            "min_p": 0.0,
+            "presence_penalty": 0,
+            "repetition_penalty": 1.0,
+            "logit_bias": {},
+            "response_format": {"type": "text"},
+            "seed": -1,
+            "top_k": -1,
+            "stop": None,
+            "metadata": {"a": "b"},
+        }
+        async with ready(run_gateway, [make_verifier()]) as gateway, http(gateway) as client:
+            answer = await client.post("/v1/completions", json={**COMPLETION, **neutral})
+
+        assert answer.status_code == 200
+
+    async def test_bad_chats_are_refused_by_field(
+        self, make_verifier: MakeVerifier, run_gateway: RunGateway
+    ) -> None:
+        chat = {"messages": [{"role": "user", "content": "x"}]}
+        async with ready(run_gateway, [make_verifier()]) as gateway, http(gateway) as client:
+            for fields, param in BAD_CHATS:
+                answer = await client.post("/v1/chat/completions", json={**chat, **fields})
+                error = answer.json().get("error", {})
+                assert (answer.status_code, error.get("param")) == (400, param), fields
+
+    async def test_an_unknown_model_is_not_found(
+        self, make_verifier: MakeVerifier, run_gateway: RunGateway
+    ) -> None:
+        async with ready(run_gateway, [make_verifier()]) as gateway, http(gateway) as client:
+            answer = await client.post("/v1/completions", json={**COMPLETION, "model": "other"})
+
+        assert answer.status_code == 404
+        assert answer.json()["error"]["param"] == "model"
+        assert "scripted" in answer.json()["error"]["message"]
+
+    async def test_a_body_that_is_not_json_is_refused(
+        self, make_verifier: MakeVerifier, run_gateway: RunGateway
+    ) -> None:
+        json_type = {"content-type": "application/json"}
+        async with ready(run_gateway, [make_verifier()]) as gateway, http(gateway) as client:
+            broken = await client.post("/v1/completions", content="{", headers=json_type)
+            other = await client.post("/v1/completions", content="a=b")
+            missing = await client.post("/v1/nothing", json={})
+
+        assert (broken.status_code, other.status_code, missing.status_code) == (400, 400, 404)
+        assert all("message" in one.json()["error"] for one in (broken, other, missing))
+
+    async def test_the_api_key_guards_the_model_and_nothing_else(
+        self, make_verifier: MakeVerifier, run_gateway: RunGateway
+    ) -> None:
+        keys = ["first", "second"]
+        async with (
+            ready(run_gateway, [make_verifier()], api_key=keys) as gateway,
+            http(gateway) as client,
+        ):
+            without = await client.post("/v1/completions", json=COMPLETION)
+            wrong = await client.get("/v1/models", headers={"authorization": "Bearer third"})
+            tokenize = await client.post("/tokenize", json={"prompt": "x"})
+            right = await client.get("/v1/models", headers={"authorization": "Bearer second"})
+            health = await client.get("/health")
+
+        assert [one.status_code for one in (without, wrong, tokenize)] == [401, 401, 401]
+        assert without.json()["error"]["type"] == "AuthenticationError"
+        assert (right.status_code, health.status_code) == (200, 200)
+
+
+class TestLoad:
+    """Queueing, refusing, draining."""
+
+    async def test_a_full_queue_is_429_with_retry_after(
+        self, make_verifier: MakeVerifier, run_gateway: RunGateway
+    ) -> None:
+        verifier = make_verifier(hold_at=0)
+        limits = {"max_concurrent_requests": 1, "max_queued_requests": 0}
+        async with (
+            ready(run_gateway, [verifier], settings=limits) as gateway,
+            http(gateway) as client,
+        ):
+            running = asyncio.create_task(client.post("/v1/completions", json=COMPLETION))
+            await verifier.opened()
+            refused = await client.post("/v1/completions", json={**COMPLETION, "stream": True})
+            verifier.released.set()
+            first = await running
+
+        assert first.status_code == 200
+        assert refused.status_code == 429
+        assert int(refused.headers["retry-after"]) >= 1
+        assert "at most 1" in refused.json()["error"]["message"]
+
+    async def test_queued_requests_run_when_a_slot_is_free(
+        self, make_verifier: MakeVerifier, run_gateway: RunGateway
+    ) -> None:
+        verifier = make_verifier()
+        limits = {"max_concurrent_requests": 2}
+        async with (
+            ready(run_gateway, [verifier], settings=limits) as gateway,
+            http(gateway) as client,
+        ):
+            answers = await asyncio.gather(
+                *(client.post("/v1/completions", json=COMPLETION) for _ in range(12))
+            )
+
+        assert {one.json()["choices"][0]["text"] for one in answers} == {TEXT}
+        assert (gateway.admission.running_count, gateway.admission.waiting_count) == (0, 0)
+
+    async def test_drain_lets_a_running_stream_finish(
+        self, make_verifier: MakeVerifier, run_gateway: RunGateway
+    ) -> None:
+        verifier = make_verifier(hold_at=6)
+        settings = {"drain_grace_s": 5}
+        async with AsyncExitStack() as stack:
+            server = await stack.enter_async_context(scripted_verifier.serving(verifier))
+            context = run_gateway(server.addresses[0], settings=settings)
+            gateway = await context.__aenter__()
+            await gateway.router.ready()
+            client = await stack.enter_async_context(http(gateway))
+            running = asyncio.create_task(client.post("/v1/completions", json=COMPLETION))
+            await verifier.opened()
+
+            draining = asyncio.create_task(context.__aexit__(None, None, None))
+            async with asyncio.timeout(5):
+                while await accepts(gateway):  # noqa: ASYNC110
+                    await asyncio.sleep(0)
+            verifier.released.set()
+            answer = await running
+            await draining
+
+        assert answer.json()["choices"][0]["text"] == TEXT
+
+    async def test_the_deadline_ends_the_work(
+        self, make_verifier: MakeVerifier, run_gateway: RunGateway
+    ) -> None:
+        verifier = make_verifier(hold_at=6)
+        settings = {"request_timeout_s": 0.2}
+        async with (
+            ready(run_gateway, [verifier], settings=settings) as gateway,
+            http(gateway) as client,
+        ):
+            answer = await client.post("/v1/completions", json=COMPLETION)
+            await verifier.cancelled()
+
+        body = answer.json()
+        assert answer.status_code == 504
+        assert body["error"]["type"] == "TimeoutError"
+        assert TEXT.startswith(body["choices"][0]["text"])
+        assert body["usage"]["completion_tokens"] == 6
+
+
+async def accepts(gateway: Gateway) -> bool:
+    """Whether the gateway still takes connections."""
+    host, port = gateway.url.removeprefix("http://").split(":")
+    try:
+        _, writer = await asyncio.open_connection(host, int(port))
+    except OSError:
+        return False
+    writer.close()
+    return True
+
+
+class TestFailures:
+    """Clients and verifiers that go away."""
+
+    @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+    async def test_a_client_that_leaves_a_stream_ends_the_work(
+        self, make_verifier: MakeVerifier, run_gateway: RunGateway, path: str
+    ) -> None:
+        verifier = make_verifier(hold_at=6)
+        body = {"prompt": "x", "messages": [{"role": "user", "content": "x"}], "stream": True}
+        async with ready(run_gateway, [verifier]) as gateway, http(gateway) as client:
+            async with client.stream("POST", path, json=body) as answer:
+                async for _ in events(answer):
+                    break
+            await verifier.cancelled()
+            assert verifier.open_count == 0
+            assert gateway.admission.running_count == 0
+
+    async def test_a_client_that_does_not_wait_for_the_answer_ends_the_work(
+        self, make_verifier: MakeVerifier, run_gateway: RunGateway
+    ) -> None:
+        verifier = make_verifier(hold_at=6)
+        body = {**COMPLETION, "prompt": ["a", "b"]}
+        async with ready(run_gateway, [verifier]) as gateway, http(gateway) as client:
+            running = asyncio.create_task(client.post("/v1/completions", json=body))
+            await verifier.opened(2)
+            running.cancel()
+            await verifier.cancelled(2)
+            assert gateway.admission.running_count == 0
+
+    @pytest.mark.parametrize("fail_at", [0, 3, 12])
+    @pytest.mark.parametrize("stream", [False, True])
+    async def test_a_failing_verifier_is_replaced_and_nothing_is_lost_or_doubled(
+        self,
+        make_verifier: MakeVerifier,
+        run_gateway: RunGateway,
+        token_ids: list[int],
+        fail_at: int,
+        stream: bool,
+    ) -> None:
+        failure = NotReady("draining")
+        pair = [make_verifier(fail_at=fail_at, failure=failure) for _ in range(2)]
+        body = {**COMPLETION, "stream": stream}
+        async with ready(run_gateway, pair) as gateway, http(gateway) as client:
+            answer = await client.post("/v1/completions", json=body)
+            metrics = (await client.get("/metrics")).text
+
+        bodies = [event async for event in events(answer)] if stream else [answer.json()]
+        assert "".join(one["choices"][0]["text"] for one in bodies) == TEXT
+        attempts = [*pair[0].requests, *pair[1].requests]
+        assert len({request.sampling_params.seed for request in attempts}) == 1
+        assert attempts[0].sampling_params.seed is not None
+        assert sorted(len(request.output_token_ids) for request in attempts)[-1] == fail_at
+        assert "specgw_gateway_reopened_requests_total 2.0" in metrics
+
+    async def test_a_killed_verifier_is_replaced_by_one_that_lives(
+        self, make_verifier: MakeVerifier, run_gateway: RunGateway
+    ) -> None:
+        pair = [make_verifier(hold_at=6) for _ in range(2)]
+        async with AsyncExitStack() as stack:
+            servers = [
+                await stack.enter_async_context(scripted_verifier.serving(one)) for one in pair
+            ]
+            gateway = await stack.enter_async_context(
+                run_gateway(*(server.addresses[0] for server in servers))
+            )
+            client = await stack.enter_async_context(http(gateway))
+            await gateway.router.ready(2)
+            running = asyncio.create_task(client.post("/v1/completions", json=COMPLETION))
+            first = await one_opened(pair)
+            await servers[pair.index(first)].stop(0)
+            other = pair[1 - pair.index(first)]
+            await other.opened()
+            other.released.set()
+            answer = await running
+
+        assert answer.json()["choices"][0]["text"] == TEXT
+        assert len(other.requests[0].output_token_ids) == 6
+
+    async def test_a_restarted_verifier_takes_its_request_up_again(
+        self, make_verifier: MakeVerifier, run_gateway: RunGateway
+    ) -> None:
+        before, after = make_verifier(hold_at=6), make_verifier()
+        async with AsyncExitStack() as stack:
+            async with scripted_verifier.serving(before) as server:
+                address = server.addresses[0]
+                gateway = await stack.enter_async_context(run_gateway(address))
+                client = await stack.enter_async_context(http(gateway))
+                await gateway.router.ready()
+                running = asyncio.create_task(client.post("/v1/completions", json=COMPLETION))
+                await before.opened()
+            await stack.enter_async_context(scripted_verifier.serving(after, address))
+            async with asyncio.timeout(10):
+                answer = await running
+
+        assert answer.json()["choices"][0]["text"] == TEXT
+        assert len(after.requests[0].output_token_ids) == 6
+
+    @pytest.mark.parametrize("stream", [False, True])
+    async def test_without_any_verifier_left_the_client_gets_what_was_generated(
+        self, make_verifier: MakeVerifier, run_gateway: RunGateway, stream: bool
+    ) -> None:
+        verifier = make_verifier(hold_at=6)
+        settings = {"reopen_timeout_s": 0.2}
+        async with AsyncExitStack() as stack:
+            async with scripted_verifier.serving(verifier) as server:
+                gateway = await stack.enter_async_context(
+                    run_gateway(server.addresses[0], settings=settings)
+                )
+                client = await stack.enter_async_context(http(gateway))
+                await gateway.router.ready()
+                body = {**COMPLETION, "stream": stream}
+                running = asyncio.create_task(client.post("/v1/completions", json=body))
+                await verifier.opened()
+            answer = await running
+            refused = await client.post("/v1/completions", json=COMPLETION)
+            health = await client.get("/health")
+
+        bodies = [event async for event in events(answer)] if stream else [answer.json()]
+        assert bodies[-1]["error"]["code"] == 503
+        text = "".join(choice["text"] for one in bodies for choice in one.get("choices", []))
+        assert text
+        assert TEXT.startswith(text)
+        assert answer.status_code == (200 if stream else 503)
+        assert (refused.status_code, health.status_code) == (503, 503)
+        assert "no verifier is serving" in refused.json()["error"]["message"]
+
+    async def test_before_the_first_verifier_everything_is_503(
+        self, run_gateway: RunGateway
+    ) -> None:
+        async with run_gateway("127.0.0.1:1") as gateway, http(gateway) as client:
+            health = await client.get("/health")
+            answer = await client.post("/v1/completions", json=COMPLETION)
+
+        assert (health.status_code, answer.status_code) == (503, 503)
+
+    async def test_a_verifier_with_another_vocabulary_is_not_used(
+        self, make_verifier: MakeVerifier, run_gateway: RunGateway
+    ) -> None:
+        other = make_verifier(vocab_fingerprint="0" * 64)
+        async with (
+            scripted_verifier.serving(other) as server,
+            run_gateway(server.addresses[0]) as gateway,
+            http(gateway) as client,
+        ):
+            async with asyncio.timeout(5):
+                while True:
+                    answer = await client.post("/v1/completions", json=COMPLETION)
+                    if "vocabulary" in answer.text:
+                        break
+
+        assert answer.status_code == 503
+        assert "vocabulary 000000000000" in answer.json()["error"]["message"]
+
+    async def test_a_refusal_by_the_verifier_keeps_its_field(
+        self, make_verifier: MakeVerifier, run_gateway: RunGateway
+    ) -> None:
+        failure = InvalidRequest("sampling_params.top_k", 5, "is not liked here")
+        verifier = make_verifier(fail_at=0, failure=failure)
+        async with ready(run_gateway, [verifier]) as gateway, http(gateway) as client:
+            answer = await client.post("/v1/completions", json=COMPLETION)
+
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == "sampling_params.top_k"
+
+    async def test_an_overloaded_verifier_is_429(
+        self, make_verifier: MakeVerifier, run_gateway: RunGateway
+    ) -> None:
+        verifier = make_verifier(fail_at=0, failure=Overloaded("full", retry_after_s=7))
+        async with ready(run_gateway, [verifier]) as gateway, http(gateway) as client:
+            answer = await client.post("/v1/completions", json=COMPLETION)
+
+        assert answer.status_code == 429
+        assert answer.headers["retry-after"] == "7"
+
+    async def test_requests_spread_over_verifiers(
+        self, make_verifier: MakeVerifier, run_gateway: RunGateway
+    ) -> None:
+        pair = [make_verifier(hold_at=0) for _ in range(2)]
+        async with ready(run_gateway, pair) as gateway, http(gateway) as client:
+            running = [
+                asyncio.create_task(client.post("/v1/completions", json=COMPLETION))
+                for _ in range(4)
+            ]
+            await asyncio.gather(*(verifier.opened(2) for verifier in pair))
+            for verifier in pair:
+                verifier.released.set()
+            await asyncio.gather(*running)
+
+        assert [len(verifier.requests) for verifier in pair] == [2, 2]
+
+
+async def one_opened(verifiers: Sequence[ScriptedVerifier]) -> ScriptedVerifier:
+    """Returns the first verifier that gets a call."""
+    waits = [asyncio.create_task(verifier.opened()) for verifier in verifiers]
+    done, pending = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    for wait in pending:
+        wait.cancel()
+    return verifiers[waits.index(done.pop())]
+
+
+class TestGrpc:
+    """The gRPC twin."""
+
+    async def test_generate_streams_what_http_answers(
+        self, make_verifier: MakeVerifier, run_gateway: RunGateway, token_ids: list[int]
+    ) -> None:
+        request = gateway_pb2.GatewayServiceGenerateRequest(
+            prompt="the dog", sampling_params=types_pb2.SamplingParams(seed=5, max_tokens=60)
+        )
+        async with (
+            ready(run_gateway, [make_verifier()]) as gateway,
+            open_channel(gateway.grpc_addresses[0]) as channel,
+        ):
+            stub = gateway_pb2_grpc.GatewayServiceStub(channel)
+            responses = [response async for response in stub.Generate(request, timeout=5)]
+            facts = await stub.GetGatewayInfo(gateway_pb2.GetGatewayInfoRequest(), timeout=5)
+
+        ids = [
+            token_id
+            for response in responses
+            for token_id in wire.token_ids_from_pb(response.token_ids, "token_ids")
+        ]
+        last = responses[-1]
+        assert "".join(response.text for response in responses) == TEXT
+        assert ids == token_ids
+        assert responses[0].seed == 5
+        assert (last.finish_reason, last.output_token_count) == ("length", len(ids))
+        assert last.speculation.accepted_token_count > 0
+        assert list(facts.served_model_names) == ["scripted"]
+        assert facts.target_model.name == "scripted"
+
+    async def test_a_bad_request_names_its_field(
+        self, make_verifier: MakeVerifier, run_gateway: RunGateway
+    ) -> None:
+        requests = [
+            gateway_pb2.GatewayServiceGenerateRequest(),
+            gateway_pb2.GatewayServiceGenerateRequest(
+                prompt="x", sampling_params=types_pb2.SamplingParams(temperature=9)
+            ),
+        ]
+        async with (
+            ready(run_gateway, [make_verifier()]) as gateway,
+            open_channel(gateway.grpc_addresses[0]) as channel,
+        ):
+            stub = gateway_pb2_grpc.GatewayServiceStub(channel)
+            errors = []
+            for request in requests:
+                with pytest.raises(grpc.aio.AioRpcError) as raised:
+                    await stub.Generate(request, timeout=5).read()
+                errors.append(status_to_error(raised.value))
+
+        assert [error.field for error in errors if isinstance(error, InvalidRequest)] == [
+            "input",
+            "temperature",
+        ]
+
+    async def test_cancelling_a_call_ends_the_work(
+        self, make_verifier: MakeVerifier, run_gateway: RunGateway
+    ) -> None:
+        verifier = make_verifier(hold_at=6)
+        request = gateway_pb2.GatewayServiceGenerateRequest(prompt="x", stop=["dog"])
+        async with (
+            ready(run_gateway, [verifier]) as gateway,
+            open_channel(gateway.grpc_addresses[0]) as channel,
+        ):
+            call = gateway_pb2_grpc.GatewayServiceStub(channel).Generate(request, timeout=5)
+            await call.read()
+            call.cancel()
+            await verifier.cancelled()
+
+        assert 0 < verifier.deadlines_s[0] <= 5
+
+    async def test_keys_and_model_names_hold_as_over_http(
+        self, make_verifier: MakeVerifier, run_gateway: RunGateway
+    ) -> None:
+        request = gateway_pb2.GatewayServiceGenerateRequest(prompt="x", model="other")
+        async with (
+            ready(run_gateway, [make_verifier()], api_key="key") as gateway,
+            open_channel(gateway.grpc_addresses[0]) as channel,
+        ):
+            stub = gateway_pb2_grpc.GatewayServiceStub(channel)
+            with pytest.raises(grpc.aio.AioRpcError) as without:
+                await stub.Generate(request, timeout=5).read()
+            metadata = (("authorization", "Bearer key"),)
+            with pytest.raises(grpc.aio.AioRpcError) as with_key:
+                await stub.Generate(request, timeout=5, metadata=metadata).read()
+
+        assert without.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        assert with_key.value.code() is grpc.StatusCode.NOT_FOUND

@@ -1,0 +1,170 @@
+"""A verifier that plays a script: a real gRPC server without a model."""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+
+from specgw import wire
+from specgw.errors import SpecgwError
+from specgw.server import ServiceServer
+from specgw.types import (
+    PROTOCOL_VERSION,
+    FinishReason,
+    GenerateOutput,
+    GenerateRequest,
+    ModelDescription,
+    SpeculationStats,
+    UndraftedReason,
+)
+from specgw.v1 import verifier_pb2, verifier_pb2_grpc
+
+
+class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer):
+    """Continues every prompt with the same tokens, in blocks of the same size.
+
+    Args:
+        output_token_ids: What follows any prompt that `outputs` does not name.
+        outputs: What follows a prompt, by its token ids.
+        block_size: Tokens in one response; all but the last count as accepted draft tokens.
+        eos_token_id: Ends the output unless the request ignores it.
+        hold_at: Output length at which a call waits until `released` is set.
+        fail_at: Output length at which a call ends with `failure`, once.
+    """
+
+    def __init__(
+        self,
+        output_token_ids: Sequence[int] = (),
+        *,
+        outputs: Mapping[tuple[int, ...], Sequence[int]] | None = None,
+        vocab_size: int,
+        vocab_fingerprint: str,
+        block_size: int = 3,
+        eos_token_id: int | None = None,
+        max_model_len: int = 256,
+        hold_at: int | None = None,
+        fail_at: int | None = None,
+        failure: SpecgwError | None = None,
+    ) -> None:
+        self.requests: list[GenerateRequest] = []
+        self.deadlines_s: list[float] = []
+        self.open_count = 0
+        self.cancelled_count = 0
+        self.released = asyncio.Event()
+        self.changed = asyncio.Condition()
+        self._output_token_ids = output_token_ids
+        self._outputs = outputs or {}
+        self._block_size = block_size
+        self._eos_token_id = eos_token_id
+        self._hold_at = hold_at
+        self._fail_at = fail_at
+        self._failure = failure
+        self._model = ModelDescription(
+            "scripted", "Script", vocab_size, vocab_fingerprint, max_model_len, "none", "cpu"
+        )
+
+    async def Generate(  # noqa: N802
+        self,
+        request: verifier_pb2.GenerateRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> AsyncIterator[verifier_pb2.GenerateResponse]:
+        generate_request = wire.generate_request_from_pb(request)
+        self.requests.append(generate_request)
+        self.deadlines_s.append(context.time_remaining() or 0.0)
+        await self._count(opened=1)
+        try:
+            async for output in self._play(generate_request):
+                yield wire.generate_output_to_pb(output)
+        except asyncio.CancelledError:
+            self.cancelled_count += 1
+            raise
+        finally:
+            self.open_count -= 1
+            # Shielded: the count must be told even where the call was cancelled.
+            await asyncio.shield(asyncio.create_task(self._count()))
+
+    async def GetVerifierInfo(  # noqa: N802
+        self,
+        request: verifier_pb2.GetVerifierInfoRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> verifier_pb2.GetVerifierInfoResponse:
+        return verifier_pb2.GetVerifierInfoResponse(
+            protocol_version=PROTOCOL_VERSION,
+            verifier_id="scripted",
+            target_model=wire.model_description_to_pb(self._model),
+        )
+
+    async def opened(self, count: int = 1) -> None:
+        """Waits until `count` calls were opened in all."""
+        await self._until(lambda: len(self.requests) >= count)
+
+    async def cancelled(self, count: int = 1) -> None:
+        """Waits until `count` calls were cancelled in all."""
+        await self._until(lambda: self.cancelled_count >= count)
+
+    async def closed(self) -> None:
+        """Waits until no call is open."""
+        await self._until(lambda: self.open_count == 0)
+
+    async def _play(self, request: GenerateRequest) -> AsyncIterator[GenerateOutput]:
+        token_ids = self._outputs.get(tuple(request.prompt_token_ids), self._output_token_ids)
+        params = request.sampling_params
+        end = min(len(token_ids), params.max_tokens or len(token_ids))
+        stops = set(params.stop_token_ids)
+        if not params.ignore_eos and self._eos_token_id is not None:
+            stops.add(self._eos_token_id)
+        stop_at = next((i + 1 for i in range(end) if token_ids[i] in stops), None)
+        end = stop_at or end
+        stats = SpeculationStats()
+        stats.count_undrafted(UndraftedReason.DISABLED)
+        position = len(request.output_token_ids)
+        while True:
+            await self._interrupt(position)
+            block = token_ids[position : min(position + self._block_size, end)]
+            position += len(block)
+            if request.max_draft_tokens != 0 and self._block_size > 1 and block:
+                stats.count_round(self._block_size, min(len(block), self._block_size - 1))
+            if position < end:
+                yield GenerateOutput(block, seed=params.seed, speculation=stats.copy())
+                continue
+            yield GenerateOutput(
+                block,
+                FinishReason.STOP if stop_at else FinishReason.LENGTH,
+                token_ids[end - 1] if stop_at else None,
+                params.seed,
+                stats.copy(),
+            )
+            return
+
+    async def _interrupt(self, position: int) -> None:
+        if self._fail_at is not None and position >= self._fail_at:
+            self._fail_at = None
+            assert self._failure is not None
+            raise self._failure
+        if self._hold_at is not None and position >= self._hold_at:
+            await self.released.wait()
+
+    async def _count(self, opened: int = 0) -> None:
+        async with self.changed:
+            self.open_count += opened
+            self.changed.notify_all()
+
+    async def _until(self, is_true: Any) -> None:
+        async with asyncio.timeout(5), self.changed:
+            await self.changed.wait_for(is_true)
+
+
+@asynccontextmanager
+async def serving(
+    verifier: ScriptedVerifier, listen: str = "127.0.0.1:0"
+) -> AsyncIterator[ServiceServer]:
+    """Serves a scripted verifier inside the block; leaving it kills the server."""
+    server = ServiceServer("specgw.v1.VerifierService", [listen])
+    verifier_pb2_grpc.add_VerifierServiceServicer_to_server(verifier, server.grpc_server)
+    await server.start()
+    try:
+        yield server
+    finally:
+        await server.stop(0)

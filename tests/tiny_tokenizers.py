@@ -1,0 +1,77 @@
+"""Real tokenizers of a few hundred tokens, trained on a few lines."""
+
+import json
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+EOS = "<|end|>"
+CORPUS = [
+    "the quick brown fox jumps over the lazy dog, and the dog sleeps on",
+    "to be or not to be: that is the question which the answer never ends",
+    "she said \"stop\" and then he said 'go', so they went on and on",
+    "naïve café, größer, déjà vu, 你好世界, こんにちは世界, привет мир",
+]
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message.role == 'robot' %}{{ raise_exception('no robots') }}{% endif %}"
+    "{{ message.role }}: {{ message.content }}\n"
+    "{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+def byte_level() -> Tokenizer:
+    """Every byte is a token, as in GPT-2, Llama 3 and Qwen; emoji are always several."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=[EOS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    return tokenizer
+
+
+def metaspace() -> Tokenizer:
+    """Words carry their space and unknown characters fall back to bytes, as in SentencePiece."""
+    byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
+    trained = Tokenizer(models.BPE())
+    trained.pre_tokenizer = pre_tokenizers.Metaspace()
+    trainer = trainers.BpeTrainer(
+        vocab_size=600, special_tokens=["<unk>", EOS, *byte_tokens], show_progress=False
+    )
+    trained.train_from_iterator(CORPUS, trainer)
+    model = json.loads(trained.to_str())["model"]
+    merges = [tuple(merge) for merge in model["merges"]]
+    tokenizer = Tokenizer(models.BPE(model["vocab"], merges, unk_token="<unk>", byte_fallback=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Sequence([
+        decoders.Replace("▁", " "),
+        decoders.ByteFallback(),
+        decoders.Fuse(),
+        decoders.Strip(" ", 1, 0),
+    ])  # fmt: skip
+    tokenizer.add_special_tokens([EOS])
+    return tokenizer
+
+
+def save(tokenizer: Tokenizer, path: Path, chat_template: str | None = CHAT_TEMPLATE) -> Path:
+    """Writes what a checkpoint has of a tokenizer."""
+    path.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(path / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": EOS}
+    if chat_template is not None:
+        config["chat_template"] = chat_template
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
+    return path
+
+
+def token_id(tokenizer: Tokenizer, token: str) -> int:
+    """Returns the id of a token that exists."""
+    found = tokenizer.token_to_id(token)
+    assert found is not None
+    return int(found)
