@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+import torch
+
 from proposer_svc.metrics import ProposerMetrics
 from proposer_svc.proposer import DraftModelProposer, ProposerLoad
 from specgw.errors import Cancelled, NotReady, SpecgwError
@@ -80,6 +82,7 @@ class EngineThread:
         self._inbox.put(functools.partial(self._disconnect, stream))
 
     def _run(self) -> None:
+        torch.get_num_threads()  # without this call, OpenMP ignores torch's setting in this thread
         while not self._is_stopped:
             try:
                 self._run_batch()

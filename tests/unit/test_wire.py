@@ -1,0 +1,255 @@
+"""Every value survives the wire, and malformed messages are refused by the name of their field."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specgw import wire
+from specgw.errors import InvalidRequest
+from specgw.types import (
+    Commit,
+    DraftBlock,
+    FinishReason,
+    GenerateOutput,
+    GenerateRequest,
+    Hello,
+    HelloAck,
+    ModelDescription,
+    OpenSession,
+    ProposeStep,
+    SamplingParams,
+    SpeculationStats,
+    UndraftedReason,
+)
+from specgw.v1 import proposer_pb2, types_pb2, verifier_pb2
+
+int32s = st.integers(-(2**31), 2**31 - 1)
+counts = st.integers(0, 2**31 - 1)
+int64s = st.integers(-(2**63), 2**63 - 1)
+session_ids = st.integers(1, 2**63 - 1)
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
+names = texts.filter(bool)
+token_ids = st.lists(int32s, max_size=6)
+some_token_ids = st.lists(int32s, min_size=1, max_size=6)
+models = st.builds(
+    ModelDescription, texts, texts, counts, texts, counts, texts, st.sampled_from(["cpu", "cuda:0"])
+)
+hellos = st.builds(Hello, names, models, int32s, int32s)
+acks = st.builds(HelloAck, texts, texts, models, counts, counts, counts, counts)
+steps = st.builds(
+    ProposeStep,
+    open=st.lists(st.builds(OpenSession, session_ids, some_token_ids), max_size=3),
+    commit=st.lists(st.builds(Commit, session_ids, counts, token_ids, counts), max_size=3),
+    close=st.lists(session_ids, max_size=3),
+)
+durations = st.integers(0, 10**13).map(lambda nanos: nanos // 10**9 + nanos % 10**9 / 10**9)
+blocks = st.one_of(
+    st.builds(DraftBlock, session_ids, counts, some_token_ids, st.none(), durations),
+    st.builds(
+        DraftBlock, session_ids, counts, st.just([]), st.sampled_from(UndraftedReason), durations
+    ),
+)
+stats = st.builds(
+    SpeculationStats,
+    counts,
+    counts,
+    counts,
+    st.lists(counts, max_size=4),
+    st.dictionaries(st.sampled_from(UndraftedReason), counts),
+)
+sampling_params = st.builds(
+    SamplingParams,
+    temperature=st.floats(0, 2),
+    top_p=st.floats(0, 1, exclude_min=True),
+    top_k=counts,
+    seed=st.none() | int64s,
+    max_tokens=st.none() | st.integers(1, 2**31 - 1),
+    stop_token_ids=st.lists(counts, max_size=3),
+    ignore_eos=st.booleans(),
+)
+generate_requests = st.builds(
+    GenerateRequest,
+    request_id=names,
+    prompt_token_ids=some_token_ids,
+    sampling_params=sampling_params,
+    output_token_ids=token_ids,
+    proposer_address=texts,
+    max_draft_tokens=st.none() | int32s,
+)
+generate_outputs = st.builds(
+    GenerateOutput,
+    token_ids=token_ids,
+    finish_reason=st.none() | st.sampled_from(FinishReason),
+    stop_token_id=st.none() | int32s,
+    seed=st.none() | int64s,
+    speculation=st.none() | stats,
+)
+
+
+@given(token_ids)
+def test_token_ids_are_little_endian_int32(ids: list[int]) -> None:
+    pb = wire.token_ids_to_pb(ids)
+
+    assert pb.int32_le == b"".join(i.to_bytes(4, "little", signed=True) for i in ids)
+    assert wire.token_ids_from_pb(pb, "ids") == ids
+
+
+@pytest.mark.parametrize(("data", "count"), [(b"1234", 2), (b"123", 1), (b"1234", -1), (b"", 1)])
+def test_a_count_that_does_not_match_the_bytes_is_refused(data: bytes, count: int) -> None:
+    pb = types_pb2.TokenIds(int32_le=data, count=count)
+
+    with pytest.raises(InvalidRequest, match=r"prompt_token_ids\.count: must match"):
+        wire.token_ids_from_pb(pb, "prompt_token_ids")
+
+
+@given(hellos | steps)
+def test_propose_requests_survive(message: Hello | ProposeStep) -> None:
+    pb = proposer_pb2.ProposeRequest()
+    pb.ParseFromString(wire.propose_request_to_pb(message).SerializeToString())
+
+    assert wire.propose_request_from_pb(pb) == message
+
+
+@given(acks)
+def test_hello_acks_survive(ack: HelloAck) -> None:
+    pb = proposer_pb2.ProposeResponse(hello_ack=wire.hello_ack_to_pb(ack))
+
+    assert wire.propose_response_from_pb(pb) == ack
+
+
+@given(st.lists(blocks, max_size=3), counts)
+def test_blocks_survive(drafted: list[DraftBlock], queue_depth: int) -> None:
+    pb = proposer_pb2.ProposeResponse(blocks=wire.draft_blocks_to_pb(drafted, queue_depth))
+
+    assert wire.propose_response_from_pb(pb) == (drafted, queue_depth)
+
+
+@given(generate_requests)
+def test_generate_requests_survive(request: GenerateRequest) -> None:
+    assert wire.generate_request_from_pb(wire.generate_request_to_pb(request)) == request
+
+
+@given(generate_outputs)
+def test_generate_outputs_survive(output: GenerateOutput) -> None:
+    assert wire.generate_output_from_pb(wire.generate_output_to_pb(output)) == output
+
+
+def test_absent_sampling_parameters_take_the_defaults_of_the_contract() -> None:
+    assert wire.sampling_params_from_pb(types_pb2.SamplingParams()) == SamplingParams(
+        max_tokens=None
+    )
+
+
+def test_a_temperature_of_zero_is_not_absent() -> None:
+    params = SamplingParams(temperature=0, max_tokens=None)
+
+    assert wire.sampling_params_from_pb(wire.sampling_params_to_pb(params)).is_greedy
+
+
+def test_top_k_of_minus_one_travels_as_off() -> None:
+    assert wire.sampling_params_to_pb(SamplingParams(top_k=-1)).top_k == 0
+
+
+def test_limits_beyond_int32_travel_as_the_largest() -> None:
+    pb = wire.sampling_params_to_pb(SamplingParams(top_k=2**40, max_tokens=2**40))
+
+    assert pb.top_k == pb.max_tokens == 2**31 - 1
+
+
+def test_a_stop_token_id_beyond_int32_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="stop_token_ids"):
+        wire.sampling_params_to_pb(SamplingParams(stop_token_ids=(2**31,)))
+
+
+def test_a_sampling_parameter_out_of_range_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="top_p: must be in"):
+        wire.sampling_params_from_pb(types_pb2.SamplingParams(top_p=1.5))
+
+
+def test_every_undrafted_reason_has_a_value_on_the_wire() -> None:
+    on_the_wire = {wire.undrafted_reason_to_pb(reason) for reason in UndraftedReason}
+
+    assert on_the_wire == set(types_pb2.UndraftedReason.values()) - {0}
+
+
+def test_what_only_a_newer_peer_knows_is_not_lost() -> None:
+    unknown = 99
+    response = verifier_pb2.GenerateResponse()
+    response.ParseFromString(bytes([0x10, unknown]))  # finish_reason
+    block = proposer_pb2.DraftBlock()
+    block.ParseFromString(bytes([0x28, unknown]))  # reason
+    drafted, _ = wire.draft_blocks_from_pb(proposer_pb2.DraftBlocks(blocks=[block]))
+
+    assert wire.generate_output_from_pb(response).finish_reason is FinishReason.STOP
+    assert drafted[0].reason is UndraftedReason.ERROR
+
+
+def test_a_block_with_neither_tokens_nor_reason_is_empty() -> None:
+    drafted, _ = wire.draft_blocks_from_pb(
+        proposer_pb2.DraftBlocks(blocks=[proposer_pb2.DraftBlock(session_id=1)])
+    )
+
+    assert drafted[0].reason is UndraftedReason.EMPTY
+
+
+@pytest.mark.parametrize(
+    ("message", "field"),
+    [
+        (proposer_pb2.ProposeRequest(), "message"),
+        (proposer_pb2.ProposeRequest(hello=proposer_pb2.Hello()), "hello.verifier_id"),
+        (
+            proposer_pb2.ProposeRequest(
+                step=proposer_pb2.ProposeStep(open=[proposer_pb2.OpenSession(session_id=1)])
+            ),
+            "step.open[0].token_ids.count",
+        ),
+        (
+            proposer_pb2.ProposeRequest(
+                step=proposer_pb2.ProposeStep(
+                    commit=[
+                        proposer_pb2.Commit(session_id=1),
+                        proposer_pb2.Commit(session_id=1, max_draft_tokens=-1),
+                    ]
+                )
+            ),
+            "step.commit[1].max_draft_tokens",
+        ),
+        (
+            proposer_pb2.ProposeRequest(
+                step=proposer_pb2.ProposeStep(commit=[proposer_pb2.Commit(session_id=0)])
+            ),
+            "step.commit[0].session_id",
+        ),
+        (
+            proposer_pb2.ProposeRequest(
+                step=proposer_pb2.ProposeStep(
+                    commit=[proposer_pb2.Commit(session_id=1, base_length=-5)]
+                )
+            ),
+            "step.commit[0].base_length",
+        ),
+    ],
+)
+def test_malformed_requests_are_refused_by_field(
+    message: proposer_pb2.ProposeRequest, field: str
+) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        wire.propose_request_from_pb(message)
+
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("request_pb", "field"),
+    [
+        (verifier_pb2.GenerateRequest(), "request_id"),
+        (verifier_pb2.GenerateRequest(request_id="r"), "prompt_token_ids.count"),
+    ],
+)
+def test_malformed_generate_requests_are_refused_by_field(
+    request_pb: verifier_pb2.GenerateRequest, field: str
+) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        wire.generate_request_from_pb(request_pb)
+
+    assert caught.value.field == field
