@@ -165,8 +165,10 @@ def _max_model_len(options: ModelOptions, config: PreTrainedConfig) -> int:
 
 
 def _refuse_unsupported(name: str, config: PreTrainedConfig, max_model_len: int) -> None:
-    rope = getattr(config, "rope_parameters", None) or {}
     layer_types = set(getattr(config, "layer_types", None) or ()).difference(_FULL_HISTORY)
+    rope = getattr(config, "rope_parameters", None) or {}
+    for nested in rope.values():  # one for each type of layer
+        rope = nested if isinstance(nested, dict) else rope
     rope_type = rope.get("rope_type", "default")
     original = rope.get("original_max_position_embeddings") or max_model_len
     problems = {
@@ -181,8 +183,9 @@ def _refuse_unsupported(name: str, config: PreTrainedConfig, max_model_len: int)
         f"max_model_len up to {original}": rope_type in _LENGTH_DEPENDENT_ROPE
         and max_model_len > original,
     }
-    if any(problems.values()):
-        raise ConfigError([f"model: {name} {text}" for text, is_so in problems.items() if is_so])
+    found = [f"model: {name} {text}" for text, is_so in problems.items() if is_so]
+    if found:
+        raise ConfigError(found)
 
 
 def _load_weights(

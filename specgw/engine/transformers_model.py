@@ -58,10 +58,10 @@ class TransformersModel:
             ConfigError: if they disagree.
         """
         token_ids = [(7 * i + 1) % runner.vocab_size for i in range(sum(_TRIAL_CHUNKS))]
-        self._model.set_attn_implementation("eager")
-        expected = self._logits(torch.tensor(token_ids, device=runner.device))
-        self._model.set_attn_implementation(_ATTENTION)
         try:
+            self._model.set_attn_implementation("eager")
+            expected = self._logits(torch.tensor(token_ids, device=runner.device))
+            self._model.set_attn_implementation(_ATTENTION)
             found = _logits_in_chunks(runner, token_ids)
         except (RuntimeError, TypeError, ValueError, AttributeError) as error:
             raise self._refusal(str(error)) from error
@@ -86,8 +86,8 @@ def _load(
     model_dir: Path, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device
 ) -> PreTrainedModel:
     AttentionInterface.register(_ATTENTION, _attend)
-    disable_progress_bar()
-    model, report = AutoModelForCausalLM.from_pretrained(
+    disable_progress_bar()  # type: ignore[no-untyped-call]
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
         model_dir,
         config=config,
         dtype=dtype,
@@ -97,6 +97,7 @@ def _load(
         local_files_only=True,
         output_loading_info=True,
     )
+    model, report = loaded
     broken = [*report["missing_keys"], *report["mismatched_keys"], *report["unexpected_keys"]]
     if broken:
         raise ConfigError([f"{model_dir}: tensors missing, unknown or misshapen: {broken[0]}"])
@@ -169,5 +170,5 @@ def _pack_linears(model: PreTrainedModel) -> None:
         if type(module) is nn.Linear:
             packed = PackedLinear(module.weight, module.bias)
             if packed.is_packed:
-                module.forward = packed  # type: ignore[method-assign]
+                module.forward = packed  # type: ignore[assignment]
                 module.weight = nn.Parameter(module.weight.new_empty(0))
