@@ -1,0 +1,272 @@
+"""Compares specgw with vLLM on a real pair of models, in one interleaved run on the CPU.
+
+Every repetition gives the next prompts to every system in turn, starting with another one each
+time; only one system computes at a time. Greedy, past the end token, prefill included. Both sides
+are measured as they are used: specgw by an HTTP client, vLLM by its own clock within the process.
+"""
+
+import json
+import os
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import yaml
+from transformers import AutoTokenizer
+
+from benchmarks.measurement import Completion, Run, SystemId
+from benchmarks.processor_time import machine_seconds, tree_seconds
+from benchmarks.report import compare_outputs, render_differences, render_table, to_json
+from benchmarks.systems import (
+    SpecgwSystem,
+    System,
+    SystemFailed,
+    VllmInstallation,
+    run_specgw,
+    run_vllm,
+)
+
+_START_S = 1800.0
+_WARM_UP_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to run. `draft_tokens` and `vllm_draft_tokens` list the K to try, each a system."""
+
+    target: Path
+    draft: Path
+    draft_tokens: tuple[int, ...]
+    vllm_draft_tokens: tuple[int, ...]
+    batch_sizes: tuple[int, ...]
+    max_tokens: int
+    max_model_len: int
+    repetitions: int
+    threads: int
+
+
+def read_prompts(file: Path, tokenizer_folder: Path, raw: bool) -> list[str]:
+    """Reads one JSON object a line with the prompt under `data`, as a chat message unless raw."""
+    texts = [json.loads(line)["data"] for line in file.read_text().splitlines() if line.strip()]
+    if raw:
+        return texts
+    tokenizer: Any = AutoTokenizer.from_pretrained(tokenizer_folder)
+    return [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
+        )
+        for text in texts
+    ]
+
+
+def take_prompts(prompts: Sequence[str], batch_size: int, repetition: int) -> list[str]:
+    """Returns the repetition's prompts, going around when there are too few."""
+    start = repetition * batch_size
+    return [prompts[(start + offset) % len(prompts)] for offset in range(batch_size)]
+
+
+def specgw_config(plan: Plan, base: Mapping[str, Any], port: int) -> dict[str, Any]:
+    """Completes the user's configuration with what the comparison fixes."""
+    specgw = {**base.get("specgw", {})}
+    for service in ("verifier", "proposer"):
+        specgw[service] = {"num_threads": plan.threads, **specgw.get(service, {})}
+    speculative_config = {
+        "method": "draft_model",
+        **base.get("speculative_config", {}),
+        "model": str(plan.draft),
+        "num_speculative_tokens": max(plan.draft_tokens),
+    }
+    return {
+        "dtype": "bfloat16",
+        "max_num_seqs": max(plan.batch_sizes),
+        "max_model_len": plan.max_model_len,
+        **base,
+        "model": str(plan.target),
+        "host": "127.0.0.1",
+        "port": port,
+        "speculative_config": speculative_config,
+        "specgw": specgw,
+    }
+
+
+def vllm_arguments(plan: Plan, draft_tokens: int) -> dict[str, Any]:
+    """Returns the arguments of `vllm.LLM`; 0 draft tokens mean no speculation."""
+    arguments: dict[str, Any] = {
+        "model": str(plan.target),
+        "dtype": "bfloat16",
+        "max_model_len": plan.max_model_len,
+        "max_num_seqs": max(plan.batch_sizes),
+        "enable_prefix_caching": False,
+    }
+    if draft_tokens:
+        arguments["speculative_config"] = {
+            "method": "draft_model",
+            "model": str(plan.draft),
+            "num_speculative_tokens": draft_tokens,
+        }
+    return arguments
+
+
+@contextmanager
+def start_specgw(
+    plan: Plan, base: Mapping[str, Any], port: int, work: Path
+) -> Iterator[list[System]]:
+    """Starts one server and returns it as one system without drafts and one for each K."""
+    click.echo("starting specgw", err=True)
+    with run_specgw(specgw_config(plan, base, port), work, _START_S) as server:
+        yield [
+            SpecgwSystem(SystemId("specgw", draft_tokens), server)
+            for draft_tokens in (0, *plan.draft_tokens)
+        ]
+
+
+@contextmanager
+def start_vllm(plan: Plan, installation: VllmInstallation, work: Path) -> Iterator[list[System]]:
+    """Starts one engine without drafts and one for each K."""
+    with ExitStack() as stack:
+        systems: list[System] = []
+        for draft_tokens in (0, *plan.vllm_draft_tokens):
+            system = SystemId("vllm", draft_tokens)
+            click.echo(f"loading {system}", err=True)
+            arguments = vllm_arguments(plan, draft_tokens)
+            systems.append(stack.enter_context(run_vllm(system, installation, arguments, work)))
+        yield systems
+
+
+def measure(system: System, prompts: Sequence[str], max_tokens: int, repetition: int) -> Run:
+    """Runs one batch and takes the processor time of the system and of everything else."""
+    machine, own, began = machine_seconds(), tree_seconds(system.pid), time.perf_counter()
+    batch = system.generate(prompts, max_tokens)
+    elapsed = time.perf_counter() - began
+    own_cores = (tree_seconds(system.pid) - own) / elapsed
+    busy_cores = (machine_seconds() - machine) / elapsed
+    check_lengths(system.id, batch.completions, max_tokens)
+    return Run(system.id, len(prompts), repetition, batch, own_cores, busy_cores - own_cores)
+
+
+def check_lengths(system: SystemId, completions: Sequence[Completion], max_tokens: int) -> None:
+    """Refuses a batch whose answers are not exactly as long as asked for."""
+    lengths = [len(completion.token_ids) for completion in completions]
+    if any(length != max_tokens for length in lengths):
+        raise SystemFailed(f"{system} returned {lengths} tokens, not {max_tokens} each")
+
+
+def check_prompts(runs: Sequence[Run]) -> None:
+    """Refuses a repetition in which two systems saw different prompt tokens."""
+    seen = {run.system: [c.prompt_token_ids for c in run.batch.completions] for run in runs}
+    if any(prompts != next(iter(seen.values())) for prompts in seen.values()):
+        raise SystemFailed(
+            f"the systems tokenize the prompts differently: {', '.join(map(str, seen))}"
+        )
+
+
+def warm_up(systems: Sequence[System], prompts: Sequence[str], batch_sizes: Sequence[int]) -> None:
+    """Lets every system compile and fill its caches for every batch size."""
+    for system in systems:
+        for batch_size in batch_sizes:
+            click.echo(f"warming up {system.id}, batch {batch_size}", err=True)
+            system.generate(take_prompts(prompts, batch_size, 0), _WARM_UP_TOKENS)
+
+
+def run_rounds(systems: Sequence[System], prompts: Sequence[str], plan: Plan) -> list[Run]:
+    """Measures everything, one system after the other within each repetition."""
+    runs: list[Run] = []
+    for repetition in range(plan.repetitions):
+        first = repetition % len(systems)
+        for batch_size in plan.batch_sizes:
+            batch = take_prompts(prompts, batch_size, repetition)
+            round_runs = [
+                measure(system, batch, plan.max_tokens, repetition)
+                for system in (*systems[first:], *systems[:first])
+            ]
+            check_prompts(round_runs)
+            runs += round_runs
+            speeds = ", ".join(f"{run.system} {run.tokens_per_second:.1f}" for run in round_runs)
+            click.echo(f"repetition {repetition + 1}, batch {batch_size}: {speeds}", err=True)
+    return runs
+
+
+def parse_environment(assignments: Sequence[str], threads: int) -> dict[str, str]:
+    """Returns the variables for vLLM: what a fair run in process needs, then the user's own."""
+    environment = {
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": str(threads),
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    for assignment in assignments:
+        name, equals, value = assignment.partition("=")
+        if not equals:
+            raise click.BadParameter(f"{assignment!r} is not NAME=VALUE", param_hint="--vllm-env")
+        environment[name] = value
+    return environment
+
+
+_FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
+_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+_COUNT = click.IntRange(min=1)
+
+
+@click.command(help=__doc__)
+@click.option("--target", required=True, type=_FOLDER)
+@click.option("--draft", required=True, type=_FOLDER)
+@click.option("--prompts", "prompts_file", required=True, type=_FILE, help="JSON lines, `data`.")
+@click.option("--raw", is_flag=True, help="Send prompts as they are, without the chat template.")
+@click.option("-k", "--draft-tokens", multiple=True, type=_COUNT, default=(3, 7), show_default=True)
+@click.option("--vllm-python", type=_FILE, help="Interpreter with vLLM; without it, specgw only.")
+@click.option("--vllm-draft-tokens", multiple=True, type=_COUNT, default=(3, 7), show_default=True)
+@click.option("--vllm-env", multiple=True, metavar="NAME=VALUE", help="Such as LD_PRELOAD=...")
+@click.option("--specgw/--no-specgw", "with_specgw", default=True, help="Whether to run specgw.")
+@click.option("--specgw-config", type=_FILE, help="YAML to build specgw's configuration on.")
+@click.option("--specgw-port", type=_COUNT, default=8123, show_default=True)
+@click.option("--batch-size", "batch_sizes", multiple=True, type=_COUNT, default=(1, 8))
+@click.option("--max-tokens", type=_COUNT, default=128, show_default=True)
+@click.option("--max-model-len", type=_COUNT, default=2048, show_default=True)
+@click.option("--repetitions", type=_COUNT, default=8, show_default=True)
+@click.option("--threads", type=_COUNT, default=os.cpu_count(), help="For every system.")
+@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="JSON with every run.")
+def main(
+    prompts_file: Path,
+    raw: bool,
+    vllm_python: Path | None,
+    vllm_env: tuple[str, ...],
+    with_specgw: bool,
+    specgw_config: Path | None,
+    specgw_port: int,
+    out: Path | None,
+    **plan_options: Any,
+) -> None:
+    """Starts the systems, measures them, stops them, reports."""
+    plan = Plan(**plan_options)
+    prompts = read_prompts(prompts_file, plan.target, raw)
+    base = yaml.safe_load(specgw_config.read_text()) if specgw_config else {}
+    try:
+        with ExitStack() as stack:
+            work = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            systems: list[System] = []
+            if with_specgw:
+                systems += stack.enter_context(start_specgw(plan, base, specgw_port, work))
+            if vllm_python:
+                environment = parse_environment(vllm_env, plan.threads)
+                installation = VllmInstallation(vllm_python, environment)
+                systems += stack.enter_context(start_vllm(plan, installation, work))
+            warm_up(systems, prompts, plan.batch_sizes)
+            runs = run_rounds(systems, prompts, plan)
+    except SystemFailed as error:
+        raise click.ClickException(str(error)) from None
+    comparisons = compare_outputs(runs, plan.target)
+    click.echo(render_table(runs))
+    click.echo(render_differences(comparisons))
+    if out:
+        out.write_text(json.dumps(to_json(plan, runs, comparisons), indent=1))
+
+
+if __name__ == "__main__":
+    main()

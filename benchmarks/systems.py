@@ -1,0 +1,254 @@
+"""The systems under comparison, each behind the same small interface.
+
+A system runs in processes of its own and computes only inside `generate`. specgw is driven over
+HTTP as a client would; vLLM through `vllm_peer.py`, in its own environment and without HTTP.
+"""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Protocol
+
+import httpx
+import yaml
+
+from benchmarks.measurement import Batch, Completion, SpeculationCounts, SystemId
+
+_PEER = Path(__file__).with_name("vllm_peer.py")
+_LOG_TAIL_CHARS = 4000
+
+
+class SystemFailed(Exception):
+    """A system did not start, or did not answer; the message holds the end of its log."""
+
+
+class System(Protocol):
+    """Something that completes prompts greedily and says how long it took."""
+
+    @property
+    def id(self) -> SystemId:
+        """What it is, for tables and files."""
+
+    @property
+    def pid(self) -> int:
+        """The root of the system's process tree."""
+
+    def generate(self, prompts: Sequence[str], max_tokens: int) -> Batch:
+        """Completes all prompts together, each to exactly `max_tokens` tokens."""
+
+
+@dataclass(frozen=True)
+class Process:
+    """A running child and the file its output goes to."""
+
+    popen: "subprocess.Popen[str]"
+    log: Path
+
+    def failure(self, what: str) -> SystemFailed:
+        """Returns an error that says what happened and shows the end of the log."""
+        tail = self.log.read_text(errors="replace")[-_LOG_TAIL_CHARS:]
+        return SystemFailed(f"{what} (exit code {self.popen.poll()})\n{tail}")
+
+    def stop(self, grace_s: float) -> None:
+        """Asks the process to end and kills it if it does not."""
+        self.popen.terminate()
+        try:
+            self.popen.wait(grace_s)
+        except subprocess.TimeoutExpired:
+            self.popen.kill()
+            self.popen.wait()
+
+
+@contextmanager
+def run_process(
+    command: Sequence[str], log: Path, environment: Mapping[str, str], pipe: bool, grace_s: float
+) -> Iterator[Process]:
+    """Runs a child until the block ends. `environment` is added to the present one."""
+    assignments = [f"{name}={value}" for name, value in environment.items()]
+    stream = subprocess.PIPE if pipe else None
+    with log.open("w") as output:
+        popen = subprocess.Popen(
+            ["env", *assignments, *command],
+            stdin=stream or subprocess.DEVNULL,
+            stdout=stream or output,
+            stderr=output,
+            text=True,
+        )
+    process = Process(popen, log)
+    try:
+        yield process
+    finally:
+        process.stop(grace_s)
+
+
+@dataclass(frozen=True)
+class SpecgwServer:
+    """A running `specgw serve`: gateway, verifier and proposer, three processes."""
+
+    process: Process
+    client: httpx.Client
+    model: str
+
+    def complete(self, prompt: str, max_tokens: int, draft_tokens: int) -> Completion:
+        """Completes one prompt with at most `draft_tokens` draft tokens a round."""
+        body = {
+            "model": self.model,
+            "prompt": prompt,
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            "num_speculative_tokens": draft_tokens,
+        }
+        response = self.client.post("/v1/completions", json=body)
+        if response.status_code != 200:
+            raise self.process.failure(f"HTTP {response.status_code}: {response.text}")
+        choice = response.json()["choices"][0]
+        return Completion(tuple(choice["prompt_token_ids"]), tuple(choice["token_ids"]))
+
+    def speculation(self) -> SpeculationCounts:
+        """Reads the counters that vLLM's dashboards read."""
+        return parse_speculation(self.client.get("/metrics").text)
+
+
+def parse_speculation(exposition: str) -> SpeculationCounts:
+    """Sums vLLM's speculation counters over all labels of a Prometheus exposition."""
+    totals = {"num_drafts": 0.0, "num_draft_tokens": 0.0, "num_accepted_tokens": 0.0}
+    for line in exposition.splitlines():
+        for name in totals:
+            if line.startswith(f"vllm:spec_decode_{name}_total"):
+                totals[name] += float(line.rsplit(" ", 1)[1])
+    return SpeculationCounts(*(int(total) for total in totals.values()))
+
+
+@dataclass(frozen=True)
+class SpecgwSystem:
+    """A server, asked for a fixed number of draft tokens; 0 switches speculation off."""
+
+    id: SystemId
+    server: SpecgwServer
+
+    @property
+    def pid(self) -> int:
+        """The gateway, whose children are the verifier and the proposer."""
+        return self.server.process.popen.pid
+
+    def generate(self, prompts: Sequence[str], max_tokens: int) -> Batch:
+        """Sends all prompts at once, one request each, and waits for the last answer."""
+        before = self.server.speculation()
+
+        def complete(prompt: str) -> Completion:
+            return self.server.complete(prompt, max_tokens, self.id.draft_tokens)
+
+        with ThreadPoolExecutor(len(prompts)) as clients:
+            began = time.perf_counter()
+            completions = tuple(clients.map(complete, prompts))
+            seconds = time.perf_counter() - began
+        return Batch(seconds, completions, self.server.speculation() - before)
+
+
+@contextmanager
+def run_specgw(config: Mapping[str, Any], work: Path, start_s: float) -> Iterator[SpecgwServer]:
+    """Serves `config`, which must name `model`, `host` and `port`, until the block ends."""
+    file = work / "specgw.yaml"
+    file.write_text(yaml.safe_dump(dict(config)))
+    command = [sys.executable, "-m", "specgw.cli", "serve", "--config", str(file)]
+    url = f"http://{config['host']}:{config['port']}"
+    with (
+        run_process(command, work / "specgw.log", {}, pipe=False, grace_s=60) as process,
+        httpx.Client(base_url=url, timeout=600) as client,
+    ):
+        wait_until_healthy(client, process, start_s)
+        yield SpecgwServer(process, client, config["model"])
+
+
+def wait_until_healthy(client: httpx.Client, process: Process, start_s: float) -> None:
+    """Returns once `GET /health` succeeds.
+
+    Raises:
+        SystemFailed: if the process ends first or `start_s` passes.
+    """
+    deadline = time.monotonic() + start_s
+    while time.monotonic() < deadline:
+        if process.popen.poll() is not None:
+            raise process.failure("specgw ended before it served")
+        try:
+            if client.get("/health").status_code == 200:
+                return
+        except httpx.TransportError:
+            pass  # it does not listen yet
+        time.sleep(0.5)
+    raise process.failure(f"specgw did not serve within {start_s:.0f} s")
+
+
+@dataclass(frozen=True)
+class VllmSystem:
+    """One vLLM engine, in process, in a child of its own."""
+
+    id: SystemId
+    process: Process
+
+    @property
+    def pid(self) -> int:
+        """The peer."""
+        return self.process.popen.pid
+
+    def generate(self, prompts: Sequence[str], max_tokens: int) -> Batch:
+        """Lets the engine complete all prompts as one batch; the engine's own clock counts."""
+        answer = self.ask("generate", prompts=list(prompts), max_tokens=max_tokens)
+        counts = {
+            field.name: answer["speculation"][field.name] for field in fields(SpeculationCounts)
+        }
+        completions = tuple(
+            Completion(tuple(output["prompt_token_ids"]), tuple(output["token_ids"]))
+            for output in answer["outputs"]
+        )
+        return Batch(answer["seconds"], completions, SpeculationCounts(**counts))
+
+    def ask(self, op: str, **arguments: Any) -> dict[str, Any]:
+        """Sends one request and returns its answer.
+
+        Raises:
+            SystemFailed: if the peer ends or reports an error.
+        """
+        stdin, stdout = self.process.popen.stdin, self.process.popen.stdout
+        assert stdin is not None  # both are pipes
+        assert stdout is not None
+        with suppress(BrokenPipeError):  # a peer that is gone answers with an empty line
+            stdin.write(json.dumps({"op": op, **arguments}) + "\n")
+            stdin.flush()
+        line = stdout.readline()
+        if not line:
+            self.process.popen.wait()
+            raise self.process.failure(f"{self.id} ended during {op}")
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise self.process.failure(f"{self.id} failed to {op}: {answer['error']}")
+        return answer
+
+
+@dataclass(frozen=True)
+class VllmInstallation:
+    """An interpreter that has vLLM, and the environment variables it runs under."""
+
+    python: Path
+    environment: Mapping[str, str]
+
+
+@contextmanager
+def run_vllm(
+    system: SystemId, installation: VllmInstallation, llm: Mapping[str, Any], work: Path
+) -> Iterator[VllmSystem]:
+    """Loads an engine with `vllm.LLM(**llm)` and keeps it until the block ends."""
+    command = [str(installation.python), str(_PEER)]
+    log = work / f"vllm-{system.draft_tokens}.log"
+    with run_process(command, log, installation.environment, pipe=True, grace_s=30) as process:
+        peer = VllmSystem(system, process)
+        peer.ask("load", llm=dict(llm))
+        yield peer
