@@ -44,8 +44,8 @@ async def main() -> int:
     args = load_config(None, {"port": 0})
     tokenizer = load_tokenizer(args.tokenizer_path)
     async with (
-        embedded_services(args) as verifier,
-        serving(args, [verifier], tokenizer) as gateway,
+        embedded_services(args) as (verifier, *_),
+        serving(args, [verifier.spec.address], tokenizer) as gateway,
     ):
         await gateway.router.ready()
         return await show(args, gateway)

@@ -99,8 +99,8 @@ async def _serve(args: EngineArgs) -> None:
     if args.specgw.gateway.verifiers:
         await run(args, args.specgw.gateway.verifiers)
         return
-    async with embedded_services(args) as verifier_address:
-        await run(args, [verifier_address])
+    async with embedded_services(args) as (verifier_process, *_):
+        await run(args, [verifier_process.spec.address])
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,12 @@ class Child:
         self.spec = spec
         self._process: asyncio.subprocess.Process | None = None
         self._keep_alive: int | None = None  # write end of the child's parent pipe
+
+    @property
+    def pid(self) -> int:
+        """The process now running."""
+        assert self._process is not None  # started
+        return self._process.pid
 
     async def start(self) -> None:
         """Starts the process and returns when it serves.
@@ -126,8 +132,8 @@ class Child:
 
 
 @contextlib.asynccontextmanager
-async def embedded_services(args: EngineArgs) -> AsyncIterator[str]:
-    """Runs the services that `args` asks for; yields the address of the verifier.
+async def embedded_services(args: EngineArgs) -> AsyncIterator[Sequence[Child]]:
+    """Runs a verifier and, with speculation, a proposer, in that order, and yields them.
 
     Raises:
         ChildFailed: if one of them cannot be started.
@@ -138,7 +144,7 @@ async def embedded_services(args: EngineArgs) -> AsyncIterator[str]:
         await asyncio.gather(*(child.start() for child in children))
         watches = [asyncio.create_task(child.keep_running()) for child in children]
         try:
-            yield children[0].spec.address
+            yield children
         finally:
             for watch in watches:
                 watch.cancel()

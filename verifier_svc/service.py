@@ -13,17 +13,17 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import grpc
-from specgw.engine.model_runner import ModelRunner
 
 from specgw import wire
 from specgw.config import EngineArgs
+from specgw.engine.model_runner import ModelRunner
 from specgw.errors import NotReady, SpecgwError
 from specgw.link import ProposerLink
 from specgw.types import PROTOCOL_VERSION, GenerateOutput, Hello
 from specgw.v1 import verifier_pb2, verifier_pb2_grpc
 from verifier_svc.drafting import Drafting
 from verifier_svc.metrics import VerifierMetrics
-from verifier_svc.scheduler import Scheduler, SchedulerLimits
+from verifier_svc.scheduler import Scheduler, SchedulerLimits, Snapshot
 from verifier_svc.session import check_request
 from verifier_svc.verifier import Verifier
 
@@ -74,7 +74,7 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
             self._deliver,
             metrics.observe_step,
         )
-        metrics.watch(lambda: self._scheduler.snapshot, runner.kv_cache.capacity_tokens)
+        metrics.watch(lambda: self.snapshot, runner.kv_cache.capacity_tokens)
         self._thread = threading.Thread(target=self._run_engine, name="engine", daemon=True)
 
     def register(self, server: grpc.aio.Server) -> None:
@@ -88,6 +88,11 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
             hello = Hello(self.verifier_id, self._runner.description, self._args.max_draft_tokens)
             for link in self._links:
                 link.start(hello, self._scheduler.inbox)
+
+    @property
+    def snapshot(self) -> Snapshot:
+        """The scheduler's state after its last step."""
+        return self._scheduler.snapshot
 
     async def stop(self) -> None:
         """Ends the links and the engine thread. Calls still open end with UNAVAILABLE."""
@@ -132,7 +137,7 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
         request: verifier_pb2.GetVerifierInfoRequest,
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> verifier_pb2.GetVerifierInfoResponse:
-        snapshot, kv_cache = self._scheduler.snapshot, self._runner.kv_cache
+        snapshot, kv_cache = self.snapshot, self._runner.kv_cache
         return verifier_pb2.GetVerifierInfoResponse(
             protocol_version=PROTOCOL_VERSION,
             verifier_id=self.verifier_id,
