@@ -195,9 +195,10 @@ async def test_health_watch_sends_each_change_and_ends_with_the_server(name: str
             served.server.health.set_serving(is_serving)
             seen.append((await watch.read()).status)
 
+        last = asyncio.ensure_future(watch.read())
         async with asyncio.timeout(_DEADLINE_S):
             await served.server.stop(grace_s=60)  # which a watch must not hold up
-        seen.append((await watch.read()).status)
+        seen.append((await last).status)
         ended = await watch.read()
 
     assert seen == [_SERVING, _NOT_SERVING, _SERVING, _NOT_SERVING]
@@ -323,11 +324,12 @@ async def test_the_first_signal_drains_and_ends_streams_that_would_not_end() -> 
         watch = served.health.Watch(health_pb2.HealthCheckRequest())
         assert (await watch.read()).status == _SERVING
 
+        last = asyncio.ensure_future(watch.read())
         os.kill(os.getpid(), signal.SIGTERM)
         async with asyncio.timeout(_DEADLINE_S):
             await draining
 
-        assert (await watch.read()).status == _NOT_SERVING
+        assert (await last).status == _NOT_SERVING
         assert await call.read() is grpc.aio.EOF
         assert await call.code() is grpc.StatusCode.OK
 
