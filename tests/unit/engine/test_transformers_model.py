@@ -51,7 +51,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
 }
 REFUSED: dict[str, tuple[PreTrainedConfig, str]] = {
     "bloom": (
-        BloomConfig(vocab_size=VOCAB_SIZE, hidden_size=32, n_layer=2, n_head=4, seq_length=64),
+        BloomConfig(vocab_size=VOCAB_SIZE, hidden_size=32, n_layer=2, n_head=4),
         "takes no attention function but its own",
     ),
     "gemma2": (Gemma2Config(**SIZES, head_dim=16), "its attention uses softcap"),

@@ -1,0 +1,144 @@
+"""Sampling against a reference that is slow and plain."""
+
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from specgw.engine.sampling import RowSampling, sample
+
+PLAIN = RowSampling(temperature=1.0, top_p=1.0, top_k=0, seed=0, position=0)
+GREEDY = replace(PLAIN, temperature=0.0)
+
+
+def random_logits(num_rows: int, vocab_size: int, spread: float = 3.0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return spread * torch.randn(num_rows, vocab_size, generator=generator)
+
+
+def kept_by_definition(logits: list[float], row: RowSampling) -> dict[int, float]:
+    """Returns the probability of every token that may be sampled, one token at a time."""
+    highest = max(logits)
+    weights = {i: float(np.exp((x - highest) / row.temperature)) for i, x in enumerate(logits)}
+    if row.top_k > 0:
+        least = sorted(weights.values(), reverse=True)[: row.top_k][-1]
+        weights = {i: weight for i, weight in weights.items() if weight >= least}
+    total, mass, least = sum(weights.values()), 0.0, 0.0
+    for weight in sorted(weights.values(), reverse=True):
+        if mass < row.top_p * total:
+            least = weight
+        mass += weight
+    weights = {i: weight for i, weight in weights.items() if weight >= least}
+    return {i: weight / sum(weights.values()) for i, weight in weights.items()}
+
+
+def draws(logits: torch.Tensor, row: RowSampling, count: int) -> Counter[int]:
+    """Samples one row at many positions."""
+    rows = [replace(row, position=position) for position in range(count)]
+    return Counter(sample(logits.expand(count, -1), rows))
+
+
+def test_greedy_rows_take_the_most_probable_token() -> None:
+    logits = random_logits(5, 50)
+
+    assert sample(logits, 5 * [GREEDY]) == [int(row.argmax()) for row in logits]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_between_equally_probable_tokens_greedy_takes_the_lowest_id(dtype: torch.dtype) -> None:
+    logits = torch.tensor([[0.0, 5.0, 1.0, 5.0]], dtype=dtype)
+
+    assert sample(logits, [GREEDY]) == [1]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        PLAIN,
+        replace(PLAIN, temperature=0.6),
+        replace(PLAIN, top_k=5),
+        replace(PLAIN, top_p=0.8),
+        replace(PLAIN, temperature=1.7, top_k=20, top_p=0.7),
+        replace(PLAIN, top_k=1),
+        replace(PLAIN, top_p=1e-6),
+        replace(PLAIN, top_k=1000),
+    ],
+    ids=str,
+)
+def test_exactly_the_tokens_of_the_definition_are_sampled(row: RowSampling) -> None:
+    """A kept token is missed with a probability under 1e-9: only those over 0.5 % are asked for."""
+    logits = random_logits(1, 40)
+    expected = kept_by_definition(logits[0].tolist(), row)
+
+    found = draws(logits, row, 5000)
+
+    assert found.keys() <= expected.keys()
+    assert found.keys() >= {i for i, probability in expected.items() if probability > 0.005}
+
+
+def test_a_set_of_many_improbable_tokens_is_exact_too() -> None:
+    """The wrong half would be missed with probability e**-60 if it were kept."""
+    improbable = -12 - torch.arange(2000) * 1e-3
+    logits = torch.cat((torch.zeros(1), improbable)).unsqueeze(0)
+    mass = float(logits.double().exp().sum())
+    row = replace(PLAIN, top_p=float(logits[0, :1001].double().exp().sum()) / mass)
+
+    found = draws(logits, row, 20_000)
+
+    assert 500 < max(found) <= 1001
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("row", "count"),
+    [
+        (PLAIN, 200_000),
+        (replace(PLAIN, temperature=0.7, top_k=6, top_p=0.9, seed=-3), 50_000),
+    ],
+    ids=str,
+)
+def test_frequencies_are_those_of_the_definition(row: RowSampling, count: int) -> None:
+    """Pearson's chi-square, at most 7 degrees of freedom: false-alarm rate under 1e-9."""
+    logits = random_logits(1, 8, spread=1.0)
+    expected = kept_by_definition(logits[0].tolist(), row)
+
+    found = draws(logits, row, count)
+
+    means = {i: count * probability for i, probability in expected.items()}
+    assert sum((found[i] - mean) ** 2 / mean for i, mean in means.items()) < 60
+
+
+def test_a_token_does_not_depend_on_the_rest_of_the_batch() -> None:
+    logits = random_logits(6, 5000)
+    rows = [
+        replace(PLAIN, seed=seed, position=9, top_p=0.95 if seed % 2 else 1.0, top_k=seed * 10)
+        for seed in range(5)
+    ] + [GREEDY]
+
+    together = sample(logits, rows)
+    alone = [sample(logits[i : i + 1], rows[i : i + 1])[0] for i in range(6)]
+    reverse = sample(logits.flip(0), rows[::-1])[::-1]
+
+    assert together == alone == reverse
+
+
+def test_the_same_seed_gives_another_token_at_another_position() -> None:
+    logits = random_logits(1, 5000, spread=0.1).expand(2, -1)
+
+    first, second = sample(logits, [PLAIN, replace(PLAIN, position=1)])
+
+    assert first != second
+
+
+@pytest.mark.parametrize("row", [GREEDY, PLAIN, replace(PLAIN, top_p=0.5, top_k=3)], ids=str)
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf, -torch.inf])
+def test_broken_logits_give_some_token_of_the_vocabulary(row: RowSampling, broken: float) -> None:
+    logits = torch.full((1, 10), broken)
+
+    assert 0 <= sample(logits, [row])[0] < 10
+
+
+def test_no_rows_give_no_tokens() -> None:
+    assert sample(torch.empty(0, 10), []) == []
