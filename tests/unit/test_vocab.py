@@ -1,0 +1,52 @@
+"""Fingerprints of vocabularies."""
+
+from pathlib import Path
+
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+
+from specgw.vocab import vocab_fingerprint
+
+
+def save_tokenizer(path: Path, vocab: dict[str, int]) -> Path:
+    path.mkdir()
+    Tokenizer(WordLevel(vocab, unk_token="a")).save(str(path / "tokenizer.json"))
+    return path
+
+
+def test_the_same_vocabulary_has_the_same_fingerprint_in_any_order(tmp_path: Path) -> None:
+    one = save_tokenizer(tmp_path / "one", {"a": 0, "b": 1})
+    other = save_tokenizer(tmp_path / "other", {"b": 1, "a": 0})
+
+    assert vocab_fingerprint(one) == vocab_fingerprint(other)
+    assert len(vocab_fingerprint(one)) == 64
+
+
+def test_another_id_or_token_gives_another_fingerprint(tmp_path: Path) -> None:
+    vocabs: list[dict[str, int]] = [
+        {"a": 0, "b": 1},
+        {"a": 1, "b": 0},
+        {"a": 0, "c": 1},
+        {"a": 0, "b": 1, "\u20ac": 2},
+    ]
+
+    found = {
+        vocab_fingerprint(save_tokenizer(tmp_path / str(i), vocab))
+        for i, vocab in enumerate(vocabs)
+    }
+
+    assert len(found) == len(vocabs)
+
+
+def test_an_added_token_counts(tmp_path: Path) -> None:
+    plain = save_tokenizer(tmp_path / "plain", {"a": 0})
+    extended = save_tokenizer(tmp_path / "extended", {"a": 0})
+    tokenizer = Tokenizer.from_file(str(extended / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<end>"])
+    tokenizer.save(str(extended / "tokenizer.json"))
+
+    assert vocab_fingerprint(plain) != vocab_fingerprint(extended)
+
+
+def test_without_a_tokenizer_the_fingerprint_is_empty(tmp_path: Path) -> None:
+    assert vocab_fingerprint(tmp_path) == ""
