@@ -14,6 +14,7 @@ from gateway.generation import TextGenerator
 from gateway.http_server import HttpServer
 from gateway.metrics import Metrics
 from gateway.openai_api import OpenAIApi, build_app
+from gateway.request_builder import RequestBuilder
 from gateway.routing import Router
 from gateway.sampling_defaults import load_sampling_defaults
 from gateway.service import SERVICE_NAME, GatewayService
@@ -68,26 +69,18 @@ async def serving(
         reopen_timeout_s=settings.reopen_timeout_s,
         on_reopen=metrics.reopened.inc,
     )
-    generator = TextGenerator(
-        tokenizer,
-        router,
-        admission,
-        metrics,
-        max_model_len=args.max_model_len,
-        max_draft_tokens=args.max_draft_tokens,
-        request_timeout_s=settings.request_timeout_s,
-    )
+    builder = RequestBuilder(router, args.max_model_len, args.max_draft_tokens)
+    generator = TextGenerator(tokenizer, router, admission, metrics, settings.request_timeout_s)
     defaults = load_sampling_defaults(resolve_model(args.model))
-    api = OpenAIApi(args, generator, metrics, defaults, lambda: router.is_ready)
-    service = GatewayService(
-        args, generator, admission, lambda: router.target_model, tuple(verifiers)
-    )
+    api = OpenAIApi(args, tokenizer, builder, generator, metrics, defaults)
+    service = GatewayService(args, tokenizer, builder, generator, router, admission)
     http_server = HttpServer(build_app(api, args.api_key), args.host, args.port)
     grpc_server = _build_grpc_server(args, service)
     await router.start()
     await http_server.start()
     if grpc_server is not None:
         await grpc_server.start()
+    reporting = asyncio.create_task(_report_health(router, grpc_server))
     addresses = grpc_server.addresses if grpc_server else ()
     logger.info("serving HTTP", extra={"url": http_server.url})
     if not args.api_key and not http_server.is_loopback:
@@ -99,6 +92,8 @@ async def serving(
         if grpc_server is not None:
             stopping.append(grpc_server.stop(settings.drain_grace_s))
         await asyncio.gather(*stopping)
+        reporting.cancel()
+        await asyncio.wait([reporting])
         await router.stop()
 
 
@@ -109,6 +104,13 @@ def _build_grpc_server(args: EngineArgs, service: GatewayService) -> ServiceServ
     server = ServiceServer(SERVICE_NAME, [listen], args.specgw.tls, args.specgw.allow_insecure)
     service.register(server.grpc_server)
     return server
+
+
+async def _report_health(router: Router, server: ServiceServer | None) -> None:
+    """Keeps the gRPC health what `/health` says: serving as long as some verifier is."""
+    while server is not None:
+        server.health.set_serving(router.is_ready)
+        await router.changed()
 
 
 @click.command()

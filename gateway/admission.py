@@ -15,7 +15,7 @@ class Admission:
     """A fixed number of slots and a bounded queue, first come first served."""
 
     def __init__(self, max_running: int, max_waiting: int, queue_timeout_s: float) -> None:
-        self._max_running = max_running
+        self.max_running = max_running
         self._max_waiting = max_waiting
         self._queue_timeout_s = queue_timeout_s
         self._running_count = 0
@@ -45,13 +45,13 @@ class Admission:
             self._release()
 
     async def _acquire(self) -> None:
-        if self._running_count < self._max_running:
+        if self._running_count < self.max_running:
             self._running_count += 1
             return
         if len(self._turns) >= self._max_waiting:
             raise Overloaded(
                 f"the queue is full: {self._running_count} requests are running "
-                f"(at most {self._max_running}) and {len(self._turns)} waiting "
+                f"(at most {self.max_running}) and {len(self._turns)} waiting "
                 f"(at most {self._max_waiting})"
             )
         turn = asyncio.get_running_loop().create_future()
@@ -68,7 +68,7 @@ class Admission:
             if isinstance(error, TimeoutError):
                 raise Overloaded(
                     f"no slot became free in {self._queue_timeout_s:g} s: {self._running_count} "
-                    f"requests are running (at most {self._max_running})"
+                    f"requests are running (at most {self.max_running})"
                 ) from None
             raise
 

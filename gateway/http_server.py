@@ -26,7 +26,7 @@ class HttpServer:
         self.is_loopback = ipaddress.ip_address(bound_host).is_loopback
         self.url = f"http://{f'[{bound_host}]' if ':' in bound_host else bound_host}:{bound_port}"
         self._server = _QuietServer(
-            uvicorn.Config(app, lifespan="off", log_config=None, access_log=False)
+            uvicorn.Config(app, lifespan="off", log_config=None, log_level="warning")
         )
         self._serving: asyncio.Task[None] | None = None
 

@@ -7,7 +7,7 @@ import hmac
 import json
 import math
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -20,8 +20,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from gateway.concurrency import run_together
 from gateway.event_stream import EventSender, EventStream, run_until_disconnect
-from gateway.generation import DEFAULT_COMPLETION_TOKENS, TextGenerator, run_together
+from gateway.generation import TextGenerator
 from gateway.metrics import Metrics
 from gateway.openai_responses import (
     Answer,
@@ -42,6 +43,8 @@ from gateway.openai_types import (
     TokenizeRequest,
     first_problem,
 )
+from gateway.request_builder import DEFAULT_COMPLETION_TOKENS, FieldNames, RequestBuilder
+from gateway.tokenizer import Tokenizer
 from specgw import __version__
 from specgw.config import EngineArgs
 from specgw.errors import InvalidRequest, ModelNotFound, Overloaded, SpecgwError
@@ -58,18 +61,19 @@ class OpenAIApi:
     def __init__(
         self,
         args: EngineArgs,
+        tokenizer: Tokenizer,
+        builder: RequestBuilder,
         generator: TextGenerator,
         metrics: Metrics,
         sampling_defaults: Mapping[str, float],
-        is_ready: Callable[[], bool],
     ) -> None:
         self._args = args
+        self._tokenizer = tokenizer
+        self._builder = builder
         self._generator = generator
-        self._tokenizer = generator.tokenizer
         self._metrics = metrics
         self._sampling_defaults = sampling_defaults
-        self._is_ready = is_ready
-        self._system_fingerprint = f"specgw-{__version__}-{self._tokenizer.fingerprint[:8]}"
+        self._system_fingerprint = f"specgw-{__version__}-{tokenizer.fingerprint[:8]}"
 
     async def completions(self, request: Request) -> Response:
         body = await _parse(request, CompletionRequest)
@@ -77,7 +81,7 @@ class OpenAIApi:
         params = body.sampling_params(self._sampling_defaults)
         request_id = _request_id(request, body.request_id)
         generations = [
-            self._generator.build_request(
+            self._builder.build(
                 f"{request_id}-{index}",
                 await self._tokenizer.encode(prompt, add_special_tokens=body.add_special_tokens)
                 if isinstance(prompt, str)
@@ -103,12 +107,12 @@ class OpenAIApi:
         model = self._served(body.model)
         params = body.sampling_params(self._sampling_defaults)
         request_id = _request_id(request, body.request_id)
-        generation = self._generator.build_request(
+        generation = self._builder.build(
             request_id,
             await self._chat_token_ids(body),
             params,
             max_draft_tokens=body.num_speculative_tokens,
-            prompt_field="messages",
+            names=FieldNames(prompt="messages"),
         )
         form = ChatFormat(
             request_id,
@@ -121,13 +125,13 @@ class OpenAIApi:
 
     async def models(self, request: Request) -> Response:
         cards = [
-            model_card(name, self._args.model, self._generator.max_model_len)
+            model_card(name, self._args.model, self._builder.max_model_len)
             for name in self._args.served_model_names
         ]
         return JSONResponse({"object": "list", "data": cards})
 
     async def health(self, request: Request) -> Response:
-        return Response(status_code=200 if self._is_ready() else 503)
+        return Response(status_code=200 if self._builder.is_ready else 503)
 
     async def version(self, request: Request) -> Response:
         return JSONResponse({"version": __version__})
@@ -152,7 +156,7 @@ class OpenAIApi:
             )
         return JSONResponse({
             "count": len(token_ids),
-            "max_model_len": self._generator.max_model_len,
+            "max_model_len": self._builder.max_model_len,
             "tokens": token_ids,
             "token_strs": self._tokenizer.tokens(token_ids) if body.return_token_strs else None,
         })  # fmt: skip
@@ -160,6 +164,10 @@ class OpenAIApi:
     async def detokenize(self, request: Request) -> Response:
         body = await _parse(request, DetokenizeRequest)
         self._served(body.model)
+        for token_id in body.tokens:
+            if token_id >= self._tokenizer.vocab_size:
+                rule = f"must be token ids in [0, {self._tokenizer.vocab_size})"
+                raise InvalidRequest("tokens", token_id, rule)
         return JSONResponse({"prompt": self._tokenizer.decode(body.tokens)})
 
     async def _chat_token_ids(self, body: ChatOptions) -> list[int]:
@@ -213,7 +221,7 @@ class OpenAIApi:
                     answer.add(output)
 
         try:
-            await run_together(map(collect, answers, generations))
+            await run_together(collect, answers, generations, at_once=self._generator.max_running)
         except SpecgwError as error:
             if not any(answer.token_ids for answer in answers):
                 raise
@@ -240,7 +248,7 @@ class OpenAIApi:
                         await events.send(event)
 
         try:
-            await run_together(map(stream, answers, generations))
+            await run_together(stream, answers, generations, at_once=self._generator.max_running)
         except SpecgwError as error:
             if not events.has_begun:
                 raise

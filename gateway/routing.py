@@ -213,7 +213,11 @@ class Router:
     async def ready(self, count: int = 1) -> None:
         """Waits until `count` verifiers are serving."""
         while sum(verifier.is_serving for verifier in self._verifiers) < count:
-            await self._changed.wait()
+            await self.changed()
+
+    async def changed(self) -> None:
+        """Waits until the state of some verifier changes."""
+        await self._changed.wait()
 
     async def generate(
         self, request: GenerateRequest, deadline: float

@@ -5,7 +5,7 @@ Turns messages into values and back; `generation.py` does the rest.
 
 import hmac
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -14,10 +14,13 @@ import grpc
 
 from gateway.admission import Admission
 from gateway.detokenizer import TextOutput
-from gateway.generation import DEFAULT_COMPLETION_TOKENS, TextGenerator
+from gateway.generation import TextGenerator
+from gateway.request_builder import DEFAULT_COMPLETION_TOKENS, FieldNames, RequestBuilder
+from gateway.routing import Router
+from gateway.tokenizer import Tokenizer
 from specgw.config import EngineArgs
 from specgw.errors import InvalidRequest, ModelNotFound
-from specgw.types import GenerateRequest, ModelDescription
+from specgw.types import GenerateRequest
 from specgw.v1 import gateway_pb2, gateway_pb2_grpc
 from specgw.wire import (
     model_description_to_pb,
@@ -36,16 +39,18 @@ class GatewayService(gateway_pb2_grpc.GatewayServiceServicer):
     def __init__(
         self,
         args: EngineArgs,
+        tokenizer: Tokenizer,
+        builder: RequestBuilder,
         generator: TextGenerator,
+        router: Router,
         admission: Admission,
-        target_model: Callable[[], ModelDescription | None],
-        verifiers: tuple[str, ...],
     ) -> None:
         self._args = args
+        self._tokenizer = tokenizer
+        self._builder = builder
         self._generator = generator
+        self._router = router
         self._admission = admission
-        self._target_model = target_model
-        self._verifiers = verifiers
 
     def register(self, server: grpc.aio.Server) -> None:
         """Adds the service to a server that has not started."""
@@ -80,14 +85,14 @@ class GatewayService(gateway_pb2_grpc.GatewayServiceServicer):
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> gateway_pb2.GetGatewayInfoResponse:
         await self._authenticate(context)
-        model = self._target_model()
+        model = self._router.target_model
         config = self._args.speculative_config
         return gateway_pb2.GetGatewayInfoResponse(
             served_model_names=self._args.served_model_names,
             target_model=model_description_to_pb(model) if model else None,
             method=config.method if config else "",
             max_draft_tokens=self._args.max_draft_tokens,
-            verifier_addresses=self._verifiers,
+            verifier_addresses=self._router.addresses,
             running_count=self._admission.running_count,
             waiting_count=self._admission.waiting_count,
         )
@@ -95,10 +100,10 @@ class GatewayService(gateway_pb2_grpc.GatewayServiceServicer):
     async def _generation(
         self, request: gateway_pb2.GatewayServiceGenerateRequest
     ) -> GenerateRequest:
-        names = self._args.served_model_names
-        if request.model and request.model not in names:
+        served = self._args.served_model_names
+        if request.model and request.model not in served:
             raise ModelNotFound(
-                f"the model {request.model} does not exist; served here: {', '.join(names)}"
+                f"the model {request.model} does not exist; served here: {', '.join(served)}"
             )
         params = replace(
             sampling_params_from_pb(request.sampling_params),
@@ -106,12 +111,14 @@ class GatewayService(gateway_pb2_grpc.GatewayServiceServicer):
             skip_special_tokens=not request.keep_special_tokens,
         )
         if request.HasField("prompt_token_ids"):
-            prompt_token_ids = token_ids_from_pb(request.prompt_token_ids, "prompt_token_ids")
+            names = FieldNames("prompt_token_ids", "max_draft_tokens")
+            prompt_token_ids = token_ids_from_pb(request.prompt_token_ids, names.prompt)
         elif request.HasField("prompt"):
-            prompt_token_ids = await self._generator.tokenizer.encode(request.prompt)
+            names = FieldNames("prompt", "max_draft_tokens")
+            prompt_token_ids = await self._tokenizer.encode(request.prompt)
         else:
             raise InvalidRequest("input", None, "must be prompt or prompt_token_ids")
-        return self._generator.build_request(
+        return self._builder.build(
             uuid.uuid4().hex,
             prompt_token_ids,
             params,
@@ -119,6 +126,7 @@ class GatewayService(gateway_pb2_grpc.GatewayServiceServicer):
                 request.max_draft_tokens if request.HasField("max_draft_tokens") else None
             ),
             default_max_tokens=DEFAULT_COMPLETION_TOKENS,
+            names=names,
         )
 
     async def _authenticate(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:

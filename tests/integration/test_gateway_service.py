@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import grpc
 import httpx
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from gateway.__main__ import Gateway, serving
@@ -326,11 +328,13 @@ class TestOpenAI:
                 )
             ).json()
             text = (await client.post("/detokenize", json={"tokens": tokens["tokens"]})).json()
+            unknown = await client.post("/detokenize", json={"tokens": [10**12]})
 
         assert (card["id"], card["max_model_len"]) == ("scripted", 256)
         assert tokens["count"] == len(tokens["token_strs"])
         assert tokenizer.decode(chat["tokens"]) == "user: x\nassistant:"
         assert text == {"prompt": TEXT}
+        assert unknown.status_code == 400
 
     async def test_metrics_count_requests_tokens_and_drafts(
         self, make_verifier: MakeVerifier, run_gateway: RunGateway
@@ -370,7 +374,7 @@ BAD_FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": [-1]}, "prompt.0", "-1"),
     ({"prompt": None}, "prompt", "None"),
     ({"prompt": []}, "prompt", "0"),
-    ({"prompt": [1] * 256}, "prompt length", "256"),
+    ({"prompt": [1] * 256}, "prompt", "256"),
     ({"num_speculative_tokens": 5}, "num_speculative_tokens", "5"),
     ({"stream_options": {"include_usage": True}}, "stream_options", "True"),
     ({"n": 2}, "n", "2"),
@@ -538,6 +542,38 @@ class TestLoad:
         assert {one.json()["choices"][0]["text"] for one in answers} == {TEXT}
         assert (gateway.admission.running_count, gateway.admission.waiting_count) == (0, 0)
 
+    async def test_more_prompts_than_slots_do_not_overflow_the_queue(
+        self, make_verifier: MakeVerifier, run_gateway: RunGateway
+    ) -> None:
+        limits = {"max_concurrent_requests": 2, "max_queued_requests": 2}
+        async with (
+            ready(run_gateway, [make_verifier()], settings=limits) as gateway,
+            http(gateway) as client,
+        ):
+            answer = await client.post("/v1/completions", json={"prompt": [[1]] * 20})
+
+        assert len(answer.json()["choices"]) == 20
+
+    async def test_a_client_that_leaves_the_queue_takes_no_slot(
+        self, make_verifier: MakeVerifier, run_gateway: RunGateway
+    ) -> None:
+        verifier = make_verifier(hold_at=0)
+        limits = {"max_concurrent_requests": 1}
+        async with (
+            ready(run_gateway, [verifier], settings=limits) as gateway,
+            http(gateway) as client,
+        ):
+            running = asyncio.create_task(client.post("/v1/completions", json=COMPLETION))
+            await verifier.opened()
+            waiting = asyncio.create_task(client.post("/v1/completions", json=COMPLETION))
+            await until(lambda: gateway.admission.waiting_count == 1)
+            waiting.cancel()
+            await until(lambda: gateway.admission.waiting_count == 0)
+            verifier.released.set()
+            await running
+
+        assert len(verifier.requests) == 1
+
     async def test_drain_lets_a_running_stream_finish(
         self, make_verifier: MakeVerifier, run_gateway: RunGateway
     ) -> None:
@@ -553,9 +589,7 @@ class TestLoad:
             await verifier.opened()
 
             draining = asyncio.create_task(context.__aexit__(None, None, None))
-            async with asyncio.timeout(5):
-                while await accepts(gateway):  # noqa: ASYNC110
-                    await asyncio.sleep(0)
+            await until(lambda: not accepts(gateway))
             verifier.released.set()
             answer = await running
             await draining
@@ -581,14 +615,20 @@ class TestLoad:
         assert body["usage"]["completion_tokens"] == 6
 
 
-async def accepts(gateway: Gateway) -> bool:
+async def until(is_true: Callable[[], bool]) -> None:
+    """Lets the loop run until something holds that no event tells of."""
+    async with asyncio.timeout(5):
+        while not is_true():  # noqa: ASYNC110
+            await asyncio.sleep(0)
+
+
+def accepts(gateway: Gateway) -> bool:
     """Whether the gateway still takes connections."""
     host, port = gateway.url.removeprefix("http://").split(":")
     try:
-        _, writer = await asyncio.open_connection(host, int(port))
+        socket.create_connection((host, int(port)), 1).close()
     except OSError:
         return False
-    writer.close()
     return True
 
 
@@ -726,6 +766,7 @@ class TestFailures:
             answer = await client.post("/v1/completions", json=COMPLETION)
 
         assert (health.status_code, answer.status_code) == (503, 503)
+        assert "127.0.0.1:1" in answer.json()["error"]["message"]
 
     async def test_a_verifier_with_another_vocabulary_is_not_used(
         self, make_verifier: MakeVerifier, run_gateway: RunGateway
@@ -736,11 +777,8 @@ class TestFailures:
             run_gateway(server.addresses[0]) as gateway,
             http(gateway) as client,
         ):
-            async with asyncio.timeout(5):
-                while True:
-                    answer = await client.post("/v1/completions", json=COMPLETION)
-                    if "vocabulary" in answer.text:
-                        break
+            await until(lambda: "vocabulary" in gateway.router.states)
+            answer = await client.post("/v1/completions", json=COMPLETION)
 
         assert answer.status_code == 503
         assert "vocabulary 000000000000" in answer.json()["error"]["message"]
@@ -807,6 +845,9 @@ class TestGrpc:
         ):
             stub = gateway_pb2_grpc.GatewayServiceStub(channel)
             responses = [response async for response in stub.Generate(request, timeout=5)]
+            health = await health_pb2_grpc.HealthStub(channel).Check(  # type: ignore[attr-defined]
+                health_pb2.HealthCheckRequest(), timeout=5
+            )
             facts = await stub.GetGatewayInfo(gateway_pb2.GetGatewayInfoRequest(), timeout=5)
 
         ids = [
@@ -822,6 +863,7 @@ class TestGrpc:
         assert last.speculation.accepted_token_count > 0
         assert list(facts.served_model_names) == ["scripted"]
         assert facts.target_model.name == "scripted"
+        assert health.status == health_pb2.HealthCheckResponse.SERVING
 
     async def test_a_bad_request_names_its_field(
         self, make_verifier: MakeVerifier, run_gateway: RunGateway
@@ -862,7 +904,7 @@ class TestGrpc:
             call.cancel()
             await verifier.cancelled()
 
-        assert 0 < verifier.deadlines_s[0] <= 5
+        assert 0 < verifier.deadlines_s[0] < 10
 
     async def test_keys_and_model_names_hold_as_over_http(
         self, make_verifier: MakeVerifier, run_gateway: RunGateway
