@@ -14,9 +14,8 @@ VOCAB_SIZE = 97
 MAX_MODEL_LEN = 64
 
 
-@pytest.fixture(scope="session")
-def random_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama of a few thousand random parameters, large enough ones that its output varies."""
+def _save_random_llama(path: Path, max_model_len: int) -> Path:
+    """Writes a Llama of a few thousand parameters, large enough ones that its output varies."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE,
@@ -25,13 +24,18 @@ def random_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=MAX_MODEL_LEN,
+        max_position_embeddings=max_model_len,
         initializer_range=0.4,
         eos_token_id=VOCAB_SIZE - 1,
     )
-    path = tmp_path_factory.mktemp("random_model")
     LlamaForCausalLM(config).save_pretrained(path)
     return path
+
+
+@pytest.fixture(scope="session")
+def random_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model with a short context."""
+    return _save_random_llama(tmp_path_factory.mktemp("random_model"), MAX_MODEL_LEN)
 
 
 @pytest.fixture(scope="session")
@@ -48,3 +52,10 @@ def random_runner(random_model_dir: Path, single_thread: None) -> ModelRunner:
     """The random model in float32, with a cache for a few dozen sessions."""
     options = ModelOptions(str(random_model_dir), dtype="float32", kv_cache_tokens=4096)
     return load_model(options)
+
+
+@pytest.fixture(scope="session")
+def long_runner(tmp_path_factory: pytest.TempPathFactory, single_thread: None) -> ModelRunner:
+    """A random model whose answers take long enough to be interrupted."""
+    path = _save_random_llama(tmp_path_factory.mktemp("long_model"), 8192)
+    return load_model(ModelOptions(str(path), dtype="float32", kv_cache_tokens=16384))
