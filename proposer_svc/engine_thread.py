@@ -54,6 +54,11 @@ class EngineThread:
         self._outbox: list[Callable[[], None]] = []
         self._is_stopped = False
 
+    @property
+    def inbox_length(self) -> int:
+        """What has arrived and waits for the current batch."""
+        return self._inbox.qsize()
+
     def start(self) -> None:
         """Starts the thread."""
         self._thread.start()

@@ -31,7 +31,7 @@ class ProposerService(proposer_pb2_grpc.ProposerServiceServicer):
     ) -> None:
         self._proposer = proposer
         self._metrics = metrics or ProposerMetrics(proposer.runner.kv_cache.capacity_tokens)
-        self._engine = EngineThread(proposer, self._metrics)
+        self.engine = EngineThread(proposer, self._metrics)
         self._streams: set[_Stream] = set()
         self._is_draining = False
 
@@ -41,7 +41,7 @@ class ProposerService(proposer_pb2_grpc.ProposerServiceServicer):
 
     def start(self) -> None:
         """Starts the engine thread."""
-        self._engine.start()
+        self.engine.start()
 
     def drain(self) -> None:
         """Ends every stream: verifiers decode plainly until they find another proposer."""
@@ -51,7 +51,7 @@ class ProposerService(proposer_pb2_grpc.ProposerServiceServicer):
 
     async def stop(self) -> None:
         """Ends the engine thread."""
-        await self._engine.stop()
+        await self.engine.stop()
 
     async def Propose(
         self,
@@ -65,14 +65,14 @@ class ProposerService(proposer_pb2_grpc.ProposerServiceServicer):
         self._streams.add(stream)
         reading: asyncio.Task[None] | None = None
         try:
-            ack = await self._engine.connect(hello, stream)
+            ack = await self.engine.connect(hello, stream)
             yield proposer_pb2.ProposeResponse(hello_ack=wire.hello_ack_to_pb(ack))
             reading = asyncio.create_task(self._read_steps(request_iterator, stream))
             while (response := await stream.next_response()) is not None:
                 yield response
         finally:
             self._streams.discard(stream)
-            self._engine.disconnect(stream)
+            self.engine.disconnect(stream)
             if reading is not None:
                 reading.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
@@ -83,7 +83,7 @@ class ProposerService(proposer_pb2_grpc.ProposerServiceServicer):
         request: proposer_pb2.GetProposerInfoRequest,
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> proposer_pb2.GetProposerInfoResponse:
-        runner, limits, load = self._proposer.runner, self._proposer.limits, self._engine.load
+        runner, limits, load = self._proposer.runner, self._proposer.limits, self.engine.load
         return proposer_pb2.GetProposerInfoResponse(
             protocol_version=PROTOCOL_VERSION,
             proposer_id=self._proposer.proposer_id,
@@ -109,7 +109,7 @@ class ProposerService(proposer_pb2_grpc.ProposerServiceServicer):
                 if isinstance(step, Hello):
                     raise InvalidRequest("message", "hello", "must be a step after the first")
                 await stream.take_room()
-                self._engine.submit(stream, step)
+                self.engine.submit(stream, step)
         except SpecgwError as error:
             stream.end(error)
         else:

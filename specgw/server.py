@@ -119,11 +119,11 @@ class HealthService(health_pb2_grpc.HealthServicer):
             yield health_pb2.HealthCheckResponse(status=_SERVICE_UNKNOWN)
         sent = None
         while True:
-            changed = self._changed
+            changed, is_last = self._changed, self._is_shut_down
             if request.service in self._names and self._is_serving != sent:
                 sent = self._is_serving
                 yield self._response()
-            if self._is_shut_down:
+            if is_last:
                 return
             await changed.wait()
 
