@@ -1,0 +1,1 @@
+"""The parts of `tools/train_tiny.py`: text, tokenizers, model, training, drafts, evaluation."""

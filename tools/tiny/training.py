@@ -1,0 +1,151 @@
+"""The training loop: Muon and AdamW; bfloat16 compute, float32 masters.
+
+Data-parallel over threads, not parallel inside each operation: a worker computes the gradient of
+whole micro-batches on one thread, so a busy neighbor delays one worker and not every operation.
+"""
+
+import copy
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW, Muon, Optimizer
+
+from tools.tiny.model import TinyLlama
+
+logger = logging.getLogger(__name__)
+
+WORKERS = 2
+LOG_EVERY, SAVE_EVERY = 25, 50
+
+Batch = tuple[Tensor, ...]  # first dimension: sequences
+Loss = Callable[[TinyLlama, Batch], Tensor]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Learning rate over a fixed number of steps."""
+
+    steps: int
+    muon_rate: float = 5e-3
+    adam_rate: float = 4e-3
+    warmup: float = 0.03
+    decay: float = 0.4
+
+    def factor(self, step: int) -> float:
+        done = (step + 0.5) / self.steps
+        left = (1.0 - done) / self.decay if self.decay else 1.0
+        return min(1.0, done / self.warmup, left)
+
+
+class Trainer:
+    """Owns the float32 masters, the bfloat16 replica that the workers read, and the optimizers."""
+
+    def __init__(self, model: TinyLlama, schedule: Schedule) -> None:
+        self.model = model
+        self.schedule = schedule
+        self.replica = copy.deepcopy(model).to(torch.bfloat16)
+        self.pool = ThreadPoolExecutor(WORKERS, initializer=torch.set_num_threads, initargs=(1,))
+        body = [weight for weight in model.model.layers.parameters() if weight.ndim == 2]
+        rest = [w for w in model.parameters() if not any(w is other for other in body)]
+        # Two Muons, so that both workers orthogonalize.
+        muon = [
+            Muon(
+                half,
+                lr=schedule.muon_rate,
+                weight_decay=0.1,
+                momentum=0.95,
+                adjust_lr_fn="match_rms_adamw",
+            )
+            for half in (body[::2], body[1::2])
+        ]
+        adam = AdamW(rest, lr=schedule.adam_rate, betas=(0.9, 0.95), weight_decay=0.0)
+        self.optimizers: list[Optimizer] = [*muon, adam]
+
+    def step(self, step: int, micro_batches: list[Batch], loss: Loss) -> float:
+        """Takes one optimizer step on the mean loss of the micro-batches and returns it."""
+        with torch.no_grad():
+            for low, high in zip(self.replica.parameters(), self.model.parameters(), strict=True):
+                low.copy_(high)
+        weights = list(self.replica.parameters())
+
+        def gradient(batch: Batch) -> tuple[float, tuple[Tensor, ...]]:
+            value = loss(self.replica, batch)
+            return value.item(), torch.autograd.grad(value, weights)
+
+        values, gradients = zip(*self.pool.map(gradient, micro_batches), strict=True)
+        masters = list(self.model.parameters())
+        for index, master in enumerate(masters):
+            master.grad = torch.stack([g[index].float() for g in gradients]).mean(0)
+        nn.utils.clip_grad_norm_(masters, 1.0)
+        for optimizer in self.optimizers:
+            rate = self.schedule.adam_rate
+            if isinstance(optimizer, Muon):
+                rate = self.schedule.muon_rate
+            for group in optimizer.param_groups:
+                group["lr"] = rate * self.schedule.factor(step)
+        list(self.pool.map(lambda optimizer: optimizer.step(), self.optimizers))
+        return float(sum(values)) / len(values)
+
+    def save(self, path: Path, step: int) -> None:
+        state = {
+            "step": step,
+            "model": self.model.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+        }
+        partial = path.with_suffix(".partial")
+        torch.save(state, partial)
+        partial.replace(path)
+
+    def resume(self, path: Path) -> int:
+        """Loads a checkpoint, if there is one, and returns the step to go on with."""
+        if not path.exists():
+            return 0
+        state = torch.load(path, weights_only=True)
+        self.model.load_state_dict(state["model"])
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        return int(state["step"])
+
+
+def train(
+    model: TinyLlama,
+    schedule: Schedule,
+    batches: Callable[[int], list[Batch]],
+    loss: Loss,
+    checkpoint: Path,
+) -> None:
+    """Trains `model` in place; goes on from `checkpoint` where it exists."""
+    trainer = Trainer(model, schedule)
+    first = trainer.resume(checkpoint)
+    started, total = time.monotonic(), 0.0
+    for step in range(first, schedule.steps):
+        total += trainer.step(step, batches(step), loss)
+        if (step + 1) % LOG_EVERY == 0:
+            logger.info(
+                "%s step %d/%d loss %.3f, %.2f s a step",
+                checkpoint.stem,
+                step + 1,
+                schedule.steps,
+                total / LOG_EVERY,
+                (time.monotonic() - started) / (step + 1 - first),
+            )
+            total = 0.0
+        if (step + 1) % SAVE_EVERY == 0 or step + 1 == schedule.steps:
+            trainer.save(checkpoint, step + 1)
+    trainer.pool.shutdown()
+
+
+def load_weights(model: TinyLlama, checkpoint: Path) -> TinyLlama:
+    model.load_state_dict(torch.load(checkpoint, weights_only=True)["model"])
+    return model
+
+
+def micro_batches(*tensors: Tensor, size: int) -> list[Batch]:
+    """Splits tensors along their first dimension into micro-batches of `size` sequences."""
+    return list(zip(*(torch.split(tensor, size) for tensor in tensors), strict=True))
