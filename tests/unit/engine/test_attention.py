@@ -49,7 +49,7 @@ def attend(
 
 def attend_by_definition(qkv: torch.Tensor, window: int | None) -> torch.Tensor:
     """Computes the rows of one whole sequence."""
-    query, key, value = qkv.split((NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS), 1)
+    query, key, value = torch.split(qkv, (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS), 1)
     rows = []
     for i in range(len(qkv)):
         seen = slice(0 if window is None else max(0, i + 1 - window), i + 1)
@@ -76,7 +76,7 @@ def test_attention_is_what_its_definition_says(
     pool, qkv = build_cache(), random_rows(70)
     cache = fragmented_sequence(pool, 70) if is_fragmented else pool.new_sequence()
 
-    output = torch.cat([attend(pool, [(cache, rows)], window) for rows in qkv.split(sizes)])
+    output = torch.cat([attend(pool, [(cache, rows)], window) for rows in torch.split(qkv, sizes)])
 
     assert cache.is_contiguous == (not is_fragmented)
     torch.testing.assert_close(output, attend_by_definition(qkv, window))
