@@ -3,7 +3,6 @@
 `build_app` is called by `__main__.py`.
 """
 
-import hmac
 import json
 import math
 import uuid
@@ -15,11 +14,11 @@ from pydantic import BaseModel, ValidationError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
 
+from gateway.api_keys import ApiKeyGuard
 from gateway.concurrency import run_together
 from gateway.event_stream import EventSender, EventStream, run_until_disconnect
 from gateway.generation import TextGenerator
@@ -47,10 +46,8 @@ from gateway.request_builder import DEFAULT_COMPLETION_TOKENS, FieldNames, Reque
 from gateway.tokenizer import Tokenizer
 from specgw import __version__
 from specgw.config import EngineArgs
-from specgw.errors import InvalidRequest, ModelNotFound, Overloaded, SpecgwError
+from specgw.errors import Cancelled, InvalidRequest, ModelNotFound, Overloaded, SpecgwError
 from specgw.types import GenerateRequest
-
-_GUARDED = ("/v1", "/tokenize", "/detokenize")
 
 BodyModel = TypeVar("BodyModel", bound=BaseModel)
 
@@ -283,26 +280,6 @@ def build_app(api: OpenAIApi, api_keys: Sequence[str]) -> Starlette:
     )
 
 
-class ApiKeyGuard:
-    """Lets only requests with a known key through to the model."""
-
-    def __init__(self, app: ASGIApp, api_keys: Sequence[str]) -> None:
-        self._app = app
-        self._api_keys = [key.encode() for key in api_keys]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        app = self._app
-        if scope["type"] == "http" and scope["path"].startswith(_GUARDED):
-            given = dict(scope["headers"]).get(b"authorization", b"")
-            scheme, _, token = given.partition(b" ")
-            # All keys are compared, and each in constant time, so that timing tells nothing.
-            matches = [hmac.compare_digest(token.strip(), key) for key in self._api_keys]
-            if scheme.lower() != b"bearer" or not any(matches):
-                body = error_fields("the API key is missing or wrong", 401)
-                app = JSONResponse(body, 401, {"www-authenticate": "Bearer"})
-        await app(scope, receive, send)
-
-
 async def _parse(request: Request, model: type[BodyModel]) -> BodyModel:
     return _validate(await _read_json(request), model)
 
@@ -313,6 +290,8 @@ async def _read_json(request: Request) -> dict[str, Any]:
         raise InvalidRequest("content-type", content_type, "must be application/json")
     try:
         raw = json.loads(await request.body())
+    except ClientDisconnect:
+        raise Cancelled("the client went away") from None
     except ValueError as error:
         raise HTTPException(400, f"the body is not JSON: {error}") from None
     if not isinstance(raw, dict):

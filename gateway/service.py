@@ -3,7 +3,6 @@
 Turns messages into values and back; `generation.py` does the rest.
 """
 
-import hmac
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -13,6 +12,7 @@ from typing import Any
 import grpc
 
 from gateway.admission import Admission
+from gateway.api_keys import UNKNOWN_KEY, is_authorized
 from gateway.detokenizer import TextOutput
 from gateway.generation import TextGenerator
 from gateway.request_builder import DEFAULT_COMPLETION_TOKENS, FieldNames, RequestBuilder
@@ -130,13 +130,10 @@ class GatewayService(gateway_pb2_grpc.GatewayServiceServicer):
         )
 
     async def _authenticate(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        if not self._args.api_key:
-            return
         metadata = dict(context.invocation_metadata() or ())
-        given = str(metadata.get("authorization", "")).removeprefix("Bearer ").encode()
-        matches = [hmac.compare_digest(given, key.encode()) for key in self._args.api_key]
-        if not any(matches):
-            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the API key is missing or wrong")
+        authorization = str(metadata.get("authorization", ""))
+        if self._args.api_key and not is_authorized(authorization, self._args.api_key):
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, UNKNOWN_KEY)
 
 
 def _response(output: TextOutput) -> gateway_pb2.GatewayServiceGenerateResponse:

@@ -1,0 +1,39 @@
+"""Lets only callers with a known key through to the model, over HTTP and gRPC alike."""
+
+import hmac
+from collections.abc import Sequence
+
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from gateway.openai_responses import error_fields
+
+UNKNOWN_KEY = "the API key is missing or wrong"
+_GUARDED = ("/v1", "/tokenize", "/detokenize")
+
+
+def is_authorized(authorization: str, api_keys: Sequence[str]) -> bool:
+    """Returns whether an `authorization` header or metadata carries one of the keys.
+
+    All keys are compared, and each in constant time, so that timing tells nothing.
+    """
+    scheme, _, token = authorization.partition(" ")
+    matches = [hmac.compare_digest(token.strip().encode(), key.encode()) for key in api_keys]
+    return scheme.lower() == "bearer" and any(matches)
+
+
+class ApiKeyGuard:
+    """ASGI middleware that answers 401 in front of the guarded routes."""
+
+    def __init__(self, app: ASGIApp, api_keys: Sequence[str]) -> None:
+        self._app = app
+        self._api_keys = api_keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        app = self._app
+        if scope["type"] == "http" and scope["path"].startswith(_GUARDED):
+            authorization = dict(scope["headers"]).get(b"authorization", b"").decode("latin-1")
+            if not is_authorized(authorization, self._api_keys):
+                body = error_fields(UNKNOWN_KEY, 401)
+                app = JSONResponse(body, 401, {"www-authenticate": "Bearer"})
+        await app(scope, receive, send)
