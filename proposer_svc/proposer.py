@@ -17,6 +17,7 @@ from specgw.config import EngineArgs
 from specgw.engine.loading import draft_options, load_model
 from specgw.engine.model_runner import ModelRunner
 from specgw.errors import ConfigError, IncompatibleModels
+from specgw.model_files import resolve_model
 from specgw.types import (
     PROTOCOL_VERSION,
     Commit,
@@ -28,6 +29,7 @@ from specgw.types import (
     ProposeStep,
     UndraftedReason,
 )
+from specgw.vocab import tokenizer_size
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +66,10 @@ def build_proposer(args: EngineArgs) -> "DraftModelProposer":
         raise ConfigError(["speculative_config: a proposer needs one: it names the draft model"])
     settings = args.specgw.proposer
     limits = ProposerLimits(
-        args.max_draft_tokens, settings.max_sessions, settings.max_num_batched_tokens
+        args.max_draft_tokens,
+        settings.max_sessions,
+        settings.max_num_batched_tokens,
+        tokenizer_size(resolve_model(args.speculative_config.model)),
     )
     return DraftModelProposer(load_model(draft_options(args)), limits)
 

@@ -17,6 +17,12 @@ def vocab_fingerprint(model_dir: Path) -> str:
     return hashlib.sha256(json.dumps(sorted(vocab.items())).encode("ascii")).hexdigest()
 
 
+def tokenizer_size(model_dir: Path) -> int | None:
+    """Returns how many ids there are up to the largest that stands for a token."""
+    vocab = _read_vocab(model_dir)
+    return max(vocab.values()) + 1 if vocab else None
+
+
 def _read_vocab(model_dir: Path) -> dict[str, int]:
     if (file := model_dir / "tokenizer.json").is_file():
         vocab: dict[str, int] = Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True)
