@@ -14,9 +14,9 @@ VOCAB_SIZE = 97
 MAX_MODEL_LEN = 64
 
 
-def _save_random_llama(path: Path, max_model_len: int) -> Path:
+def _save_random_llama(path: Path, max_model_len: int, seed: int = 0) -> Path:
     """Writes a Llama of a few thousand parameters, large enough ones that its output varies."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE,
         hidden_size=32,
@@ -39,6 +39,18 @@ def random_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def unrelated_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Another random model with the same vocabulary and context."""
+    return _save_random_llama(tmp_path_factory.mktemp("unrelated"), MAX_MODEL_LEN, seed=1)
+
+
+@pytest.fixture(scope="session")
+def long_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The first random model with a long context."""
+    return _save_random_llama(tmp_path_factory.mktemp("long_model"), 8192)
+
+
+@pytest.fixture(scope="session")
 def single_thread() -> Iterator[None]:
     """Gives torch one thread: tiny models are fastest so, and tests run beside others."""
     before = torch.get_num_threads()
@@ -55,7 +67,12 @@ def random_runner(random_model_dir: Path, single_thread: None) -> ModelRunner:
 
 
 @pytest.fixture(scope="session")
-def long_runner(tmp_path_factory: pytest.TempPathFactory, single_thread: None) -> ModelRunner:
+def long_runner(long_model_dir: Path, single_thread: None) -> ModelRunner:
     """A random model whose answers take long enough to be interrupted."""
-    path = _save_random_llama(tmp_path_factory.mktemp("long_model"), 8192)
-    return load_model(ModelOptions(str(path), dtype="float32", kv_cache_tokens=16384))
+    return load_model(ModelOptions(str(long_model_dir), dtype="float32", kv_cache_tokens=16384))
+
+
+@pytest.fixture(scope="session")
+def long_twin(long_model_dir: Path, single_thread: None) -> ModelRunner:
+    """The weights of `long_runner` once more, with a cache of their own."""
+    return load_model(ModelOptions(str(long_model_dir), dtype="float32", kv_cache_tokens=16384))

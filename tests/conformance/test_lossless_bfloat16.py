@@ -1,0 +1,53 @@
+"""In bfloat16 the shape of a batch may turn a near tie; nothing else may change.
+
+Teacher-forced: what speculation wrote is fed back to the target in one pass, and every token must
+be its most probable one, or within the noise of the data type of it.
+"""
+
+import pytest
+import torch
+
+from proposer_svc.proposer import DraftModelProposer, ProposerLimits
+from specgw.engine.loading import ModelOptions, load_model
+from specgw.engine.model_runner import ModelRunner, SequenceChunk
+from specgw.link import InProcessLink
+from specgw.types import SamplingParams
+from tests.verifier_harness import InlineVerifier
+
+# Logits are of the order of 10, where bfloat16 has steps of 1/16; a few roundings may add up.
+EPSILON = 0.25
+PROMPTS = [[250 + 11 * number + place for place in range(6)] for number in range(8)]
+PARAMS = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def target(single_thread: None) -> ModelRunner:
+    return load_model(ModelOptions("tiny/target", dtype="bfloat16"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_draft_tokens", [1, 4, 8])
+def test_every_token_is_the_targets_choice(num_draft_tokens: int, target: ModelRunner) -> None:
+    draft = load_model(ModelOptions("tiny/draft", dtype="bfloat16"))
+    proposer = DraftModelProposer(draft, ProposerLimits(num_draft_tokens, 64, 512))
+    verifier = InlineVerifier(target, [InProcessLink(proposer)], max_draft_tokens=num_draft_tokens)
+
+    answers = verifier.generate(PROMPTS, PARAMS)
+
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        logits = _teacher_forced(target, prompt, answer.token_ids)
+        chosen = logits.gather(1, torch.tensor(answer.token_ids)[:, None]).squeeze(1)
+        assert (logits.amax(-1) - chosen).max() <= EPSILON
+        stats = answer.speculation
+        assert stats is not None
+        assert stats.draft_count > 0
+
+
+def _teacher_forced(
+    runner: ModelRunner, prompt: list[int], output: list[int]
+) -> torch.Tensor:  # [num_output_tokens, vocab_size]
+    cache = runner.kv_cache.new_sequence()
+    chunk = SequenceChunk(cache, [*prompt, *output[:-1]], num_logits=len(output))
+    logits = runner.forward([chunk]).float()
+    cache.release()
+    return logits
