@@ -600,13 +600,13 @@ class TestLoad:
         self, make_verifier: MakeVerifier, run_gateway: RunGateway
     ) -> None:
         verifier = make_verifier(hold_at=6)
-        settings = {"request_timeout_s": 0.2}
+        settings = {"request_timeout_s": 0.7}
         async with (
             ready(run_gateway, [verifier], settings=settings) as gateway,
             http(gateway) as client,
         ):
             answer = await client.post("/v1/completions", json=COMPLETION)
-            await verifier.cancelled()
+            await verifier.closed()
 
         body = answer.json()
         assert answer.status_code == 504
