@@ -1,0 +1,166 @@
+"""The configuration's verdicts and messages, and what beats what."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specgw.config import DEFAULT_CONFIG, EngineArgs, load_config, parse_config
+from specgw.errors import ConfigError
+
+DRAFT = {"model": "tiny/draft", "num_speculative_tokens": 4}
+
+
+def problems(raw: dict[str, Any]) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(raw)
+    return list(caught.value.problems)
+
+
+def draft(**changes: Any) -> dict[str, Any]:
+    return {"model": "tiny/target", "speculative_config": {**DRAFT, **changes}}
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        ({}, "model: Field required"),
+        ({"model": "m", "prt": 1}, "prt: unknown key; did you mean port?"),
+        ({"model": "m", "port": 70000}, "port: Input should be less than or equal to 65535"),
+        ({"model": "m", "port": "x"}, "port: Input should be a valid integer"),
+        ({"model": "m", "dtype": "int4"}, "dtype: Input should be 'auto', 'bfloat16'"),
+        ({"model": "m", "max_num_seqs": 0}, "max_num_seqs: Input should be greater than or"),
+        ({"model": "m", "tensor_parallel_size": 2}, "tensor_parallel_size: Input should be 1"),
+        (
+            {"model": "m", "specgw": {"verifer": {}}},
+            "specgw.verifer: unknown key; did you mean ver",
+        ),
+        (
+            {"model": "m", "specgw": {"verifier": {"listn": "x"}}},
+            "specgw.verifier.listn: unknown key; did you mean listen?",
+        ),
+        ({"model": "m", "speculative_config": "{"}, "speculative_config: is not JSON"),
+        ({"model": "m", "speculative_config": "[1]"}, "speculative_config: Input should be a"),
+        (
+            draft(num_speculative_tokens=0),
+            "speculative_config.num_speculative_tokens: Input should be greater than or equal to 1",
+        ),
+        (
+            draft(num_speculative_tokens=129),
+            "speculative_config.num_speculative_tokens: Input should be less than or equal to 128",
+        ),
+        (draft(method="eagle3"), "speculative_config.method: Input should be 'draft_model'"),
+        (draft(draft_sample_method="x"), "speculative_config.draft_sample_method: Input should"),
+        (draft(temperature=1), "speculative_config: temperature is a sampling parameter"),
+        (draft(top_p=1), "speculative_config: top_p is a sampling parameter"),
+        (draft(tensor_parallel_size=2), "speculative_config: tensor_parallel_size is a top-level"),
+        (draft(target_model_config={}), "speculative_config: target_model_config is not set by"),
+        (draft(parallel_drafting=True), "parallel_drafting is a key of vLLM that specgw does not"),
+        (draft(num_speculative_token=4), "did you mean num_speculative_tokens?"),
+        (
+            {**draft(), "max_num_batched_tokens": 4},
+            "max_num_batched_tokens must be at least num_speculative_tokens + 1 = 5, got 4",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_by_key(raw: dict[str, Any], message: str) -> None:
+    assert any(message in problem for problem in problems(raw))
+
+
+def test_all_problems_are_told_at_once() -> None:
+    found = problems({"port": -1, "modle": "m", "specgw": {"proposer": {"max_sessions": 0}}})
+
+    assert [problem.split(":")[0] for problem in found] == [
+        "model", "port", "specgw.proposer.max_sessions", "modle",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "speculative_config",
+    [
+        {"model": "d", "num_speculative_tokens": 5, "method": "draft_model"},
+        '{"model": "d", "num_speculative_tokens": 5, "method": "draft_model"}',
+        '{"model": "d", "num-speculative-tokens": 5}',
+    ],
+)
+def test_a_mapping_and_json_mean_the_same(speculative_config: Any) -> None:
+    args = parse_config({"model": "m", "speculative_config": speculative_config})
+
+    assert (
+        args.speculative_config
+        == parse_config(
+            {"model": "m", "speculative_config": {"model": "d", "num_speculative_tokens": 5}}
+        ).speculative_config
+    )
+
+
+def test_hyphens_are_underscores() -> None:
+    args = parse_config({"model": "m", "max-num-seqs": 3, "specgw": {"allow-insecure": True}})
+
+    assert args.max_num_seqs == 3
+    assert args.specgw.allow_insecure
+
+
+def test_flags_beat_variables_beat_the_file_beat_defaults(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("model: m\nport: 1\nmax-num-seqs: 2\nspecgw: {verifier: {listen: 'a:1'}}\n")
+    monkeypatch.setenv("SPECGW_PORT", "2")
+    monkeypatch.setenv("SPECGW_MAX_NUM_SEQS", "5")
+    monkeypatch.setenv("SPECGW_VERIFIER__LISTEN", "b:2")
+    monkeypatch.setenv("SPECGW_API_KEY", "[one, two]")
+
+    args = load_config(file, {"port": "3", "host": None})
+
+    assert args.port == 3
+    assert args.max_num_seqs == 5
+    assert args.specgw.verifier.listen == "b:2"
+    assert args.api_key == ("one", "two")
+    assert args.host == "127.0.0.1"
+
+
+def test_an_unknown_variable_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPECGW_PROT", "2")
+
+    with pytest.raises(ConfigError, match=r"prot: unknown key; did you mean port\?"):
+        load_config(None)
+
+
+def test_without_arguments_the_bundled_models_are_used() -> None:
+    args = load_config(None)
+
+    assert DEFAULT_CONFIG.name == "tiny.yaml"
+    assert args.model == "tiny/target"
+    assert args.speculative_config is not None
+    assert args.speculative_config.model == "tiny/draft"
+
+
+def test_a_model_on_the_command_line_leaves_the_bundled_configuration_alone() -> None:
+    args = load_config(None, {"model": "some/model"})
+
+    assert args == EngineArgs(model="some/model")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("- a\n", "must be a mapping"), ("a: [\n", "is not YAML"), (None, "No such file")],
+)
+def test_a_file_that_cannot_be_read_is_named(
+    text: str | None, message: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "config.yaml"
+    if text is not None:
+        file.write_text(text)
+
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_config(file)
+
+    assert str(file) in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["tiny.yaml", "split.yaml"])
+def test_the_shipped_files_are_valid(name: str) -> None:
+    args = load_config(DEFAULT_CONFIG.parent / name)
+
+    assert args.max_draft_tokens == 4
