@@ -4,7 +4,6 @@ Steps and blocks are bounded: a verifier that sends without reading is no longer
 """
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -14,12 +13,13 @@ from proposer_svc.engine_thread import EngineThread
 from proposer_svc.metrics import ProposerMetrics
 from proposer_svc.proposer import EXTRA_SLOTS_PER_SESSION, METHOD, DraftModelProposer
 from specgw import wire
-from specgw.errors import InvalidRequest, NotReady, SpecgwError
+from specgw.errors import InvalidRequest, NotReady
 from specgw.types import PROTOCOL_VERSION, DraftBlock, Hello
 from specgw.v1 import proposer_pb2, proposer_pb2_grpc
 
 SERVICE_NAME = proposer_pb2.DESCRIPTOR.services_by_name["ProposerService"].full_name
 
+_DRAINING = "the proposer is draining"
 _MAX_UNREAD = 64  # steps that the engine has not read, and responses that the verifier has not
 
 
@@ -47,7 +47,7 @@ class ProposerService(proposer_pb2_grpc.ProposerServiceServicer):
         """Ends every stream: verifiers decode plainly until they find another proposer."""
         self._is_draining = True
         for stream in self._streams:
-            stream.end(_draining())
+            stream.end(NotReady(_DRAINING))
 
     async def stop(self) -> None:
         """Ends the engine thread."""
@@ -58,9 +58,9 @@ class ProposerService(proposer_pb2_grpc.ProposerServiceServicer):
         request_iterator: AsyncIterator[proposer_pb2.ProposeRequest],
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> AsyncIterator[proposer_pb2.ProposeResponse]:
-        if self._is_draining:
-            raise _draining()
+        self._refuse_if_draining()
         hello = await _read_hello(request_iterator)
+        self._refuse_if_draining()
         stream = _Stream(hello.verifier_id)
         self._streams.add(stream)
         reading: asyncio.Task[None] | None = None
@@ -75,8 +75,7 @@ class ProposerService(proposer_pb2_grpc.ProposerServiceServicer):
             self.engine.disconnect(stream)
             if reading is not None:
                 reading.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await reading
+                await asyncio.wait([reading])
 
     async def GetProposerInfo(
         self,
@@ -100,6 +99,10 @@ class ProposerService(proposer_pb2_grpc.ProposerServiceServicer):
             resync_count=self._metrics.resync_count,
         )
 
+    def _refuse_if_draining(self) -> None:
+        if self._is_draining:
+            raise NotReady(_DRAINING)
+
     async def _read_steps(
         self, requests: AsyncIterator[proposer_pb2.ProposeRequest], stream: "_Stream"
     ) -> None:
@@ -110,7 +113,7 @@ class ProposerService(proposer_pb2_grpc.ProposerServiceServicer):
                     raise InvalidRequest("message", "hello", "must be a step after the first")
                 await stream.take_room()
                 self.engine.submit(stream, step)
-        except SpecgwError as error:
+        except Exception as error:  # raised where the stream is written, so that it gets a status
             stream.end(error)
         else:
             stream.end(None)
@@ -121,7 +124,7 @@ class _Stream:
 
     def __init__(self, verifier_id: str) -> None:
         self.verifier_id = verifier_id
-        self._responses: asyncio.Queue[proposer_pb2.ProposeResponse | SpecgwError | None]
+        self._responses: asyncio.Queue[proposer_pb2.ProposeResponse | Exception | None]
         self._responses = asyncio.Queue()
         self._num_steps = 0  # on their way through the engine's inbox
         self._room = asyncio.Event()
@@ -142,18 +145,18 @@ class _Stream:
         self._responses.put_nowait(proposer_pb2.ProposeResponse(blocks=blocks_pb))
         self._update_room()
 
-    def end(self, error: SpecgwError | None) -> None:
+    def end(self, error: Exception | None) -> None:
         self._responses.put_nowait(error)
 
     async def next_response(self) -> proposer_pb2.ProposeResponse | None:
         """Returns the next response, or None at the end.
 
         Raises:
-            SpecgwError: the reason why the stream ends.
+            Exception: the reason why the stream ends.
         """
         response = await self._responses.get()
         self._update_room()
-        if isinstance(response, SpecgwError):
+        if isinstance(response, Exception):
             raise response
         return response
 
@@ -171,7 +174,3 @@ async def _read_hello(requests: AsyncIterator[proposer_pb2.ProposeRequest]) -> H
             return hello
         break
     raise InvalidRequest("message", "step", "must be hello in the first request")
-
-
-def _draining() -> NotReady:
-    return NotReady("the proposer is draining")
