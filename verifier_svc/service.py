@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import grpc
+import torch
 
 from specgw import wire
 from specgw.config import EngineArgs
@@ -166,6 +167,7 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
         )
 
     def _run_engine(self) -> None:
+        torch.get_num_threads()  # without this call, OpenMP ignores torch's setting in this thread
         try:
             self._scheduler.run()
         except BaseException as error:
