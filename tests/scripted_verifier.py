@@ -77,7 +77,7 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer):
         try:
             async for output in self._play(generate_request):
                 yield wire.generate_output_to_pb(output)
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, GeneratorExit):  # cancelled while playing, while writing
             self.cancelled_count += 1
             raise
         finally:
