@@ -307,7 +307,11 @@ def _validate(raw: dict[str, Any], model: type[BodyModel]) -> BodyModel:
 
 
 def _request_id(request: Request, in_body: str | None) -> str:
-    return request.headers.get("x-request-id") or in_body or uuid.uuid4().hex
+    given = request.headers.get("x-request-id") or in_body or uuid.uuid4().hex
+    if not (given.isascii() and given.isprintable() and len(given) <= 256):
+        # It goes into a response header and into logs.
+        raise InvalidRequest("request_id", given[:256], "must be at most 256 printable ASCII")
+    return given
 
 
 async def _error_response(request: Request, error: Exception) -> Response:

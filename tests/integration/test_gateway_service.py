@@ -377,6 +377,7 @@ BAD_FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": [1] * 256}, "prompt", "256"),
     ({"num_speculative_tokens": 5}, "num_speculative_tokens", "5"),
     ({"stream_options": {"include_usage": True}}, "stream_options", "True"),
+    ({"request_id": "a\r\nb: c"}, "request_id", "b: c"),
     ({"n": 2}, "n", "2"),
     ({"best_of": 2}, "best_of", "2"),
     ({"min_p": 0.1}, "min_p", "0.1"),
