@@ -69,7 +69,7 @@ async def serving(
         reopen_timeout_s=settings.reopen_timeout_s,
         on_reopen=metrics.reopened.inc,
     )
-    builder = RequestBuilder(router, args.max_model_len, args.max_draft_tokens)
+    builder = RequestBuilder(router, args.max_model_len, args.max_draft_tokens, args.seed)
     generator = TextGenerator(tokenizer, router, admission, metrics, settings.request_timeout_s)
     defaults = load_sampling_defaults(resolve_model(args.model))
     api = OpenAIApi(args, tokenizer, builder, generator, metrics, defaults)

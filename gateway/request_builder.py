@@ -3,7 +3,7 @@
 Callers are `openai_api.py` and `service.py`.
 """
 
-import secrets
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -29,12 +29,16 @@ class RequestBuilder:
         router: Knows the target model.
         max_model_len: Longest context as configured; the verifiers' own limit holds as well.
         max_draft_tokens: Most draft tokens per round as configured.
+        seed: Where the seeds of requests without one come from.
     """
 
-    def __init__(self, router: Router, max_model_len: int | None, max_draft_tokens: int) -> None:
+    def __init__(
+        self, router: Router, max_model_len: int | None, max_draft_tokens: int, seed: int
+    ) -> None:
         self._router = router
         self._max_model_len = max_model_len
         self._max_draft_tokens = max_draft_tokens
+        self._seeds = random.Random(seed)
 
     @property
     def is_ready(self) -> bool:
@@ -85,7 +89,7 @@ class RequestBuilder:
             )
             raise InvalidRequest("max_tokens", params.max_tokens, rule)
         if params.seed is None:  # drawn here, so that another verifier can go on with it
-            params = replace(params, seed=secrets.randbits(63))
+            params = replace(params, seed=self._seeds.getrandbits(63))
         return GenerateRequest(
             request_id, prompt_token_ids, params, max_draft_tokens=max_draft_tokens
         )
