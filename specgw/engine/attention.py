@@ -35,7 +35,8 @@ class CausalMasks:
         if table is None or table.shape[1] < length:
             table = self._build(2 * length, group, window)
             self._tables[group, window] = table
-        return table[-num_rows * group :, -length:]
+        mask = table[-num_rows * group :, -length:]
+        return mask if mask.is_cpu else mask.clone()  # CUDA kernels want it aligned
 
     def _build(self, length: int, group: int, window: int | None) -> Tensor:
         num_rows = max_rows(group)

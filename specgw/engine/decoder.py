@@ -78,7 +78,7 @@ class _Layer:
         mlp_bias = getattr(config, "mlp_bias", False)
         self._index = index
         self._head_dim = size
-        self._num_heads = heads
+        self._split = (heads, 2 * kv_heads)
         self._num_rotated = heads + kv_heads
         self._scale = size**-0.5
         self._window = _window(config, index)
@@ -111,7 +111,7 @@ class _Layer:
         normed = rotated if self._head_norm is None else self._head_norm(rotated)
         turned = normed.roll(self._head_dim // 2, -1)
         torch.addcmul(normed * cos, turned, sin, out=rotated)
-        query, keys_values = qkv[:, : self._num_heads], qkv[:, self._num_heads :]
+        query, keys_values = qkv.split_with_sizes(self._split, 1)
         attended = attend(self._index, query, keys_values, self._scale, self._window)
         hidden = self._output(attended, residual=hidden)
         gate, up = self._gate_up(self._mlp_norm(hidden)).chunk(2, -1)

@@ -55,6 +55,7 @@ class ModelRunner:
             OutOfBlocks: and then nothing has changed.
         """
         lengths = [(chunk.cache, chunk.cache.length + len(chunk.token_ids)) for chunk in chunks]
+        assert max(length for _, length in lengths) <= self.max_model_len, "a sequence is too long"
         self.kv_cache.reserve(lengths)
         logits = self._model(self._batch(chunks))
         for cache, length in lengths:

@@ -49,7 +49,7 @@ def attend(
 
 def attend_by_definition(qkv: torch.Tensor, window: int | None) -> torch.Tensor:
     """Computes the rows of one whole sequence."""
-    query, key, value = torch.split(qkv, (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS), 1)
+    query, key, value = torch.split(qkv, [NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS], 1)
     rows = []
     for i in range(len(qkv)):
         seen = slice(0 if window is None else max(0, i + 1 - window), i + 1)
