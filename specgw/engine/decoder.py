@@ -52,7 +52,7 @@ class Decoder:
         self._embedding = weights.take("model.embed_tokens.weight", *table)
         self._layers = [_Layer(config, weights, i) for i in range(config.num_hidden_layers)]
         self._norm = _norm(config, weights, "model.norm")
-        tied = config.tie_word_embeddings
+        tied = config.tie_word_embeddings  # kept twice then: the packed one cannot be looked up in
         head = self._embedding if tied else weights.take("lm_head.weight", *table)
         self._lm_head = PackedLinear(head)
         self._rotations = _rotations(config, max_model_len).to(self._embedding)
