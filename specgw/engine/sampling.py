@@ -16,7 +16,7 @@ from torch import Tensor
 from specgw.engine.rng import exponential_noise
 
 _GREEDY_BELOW = 1e-5
-_LIKELY = 1e-5  # of the weight of the most probable token
+_FLOORS = (1e-2, 1e-5, 0.0)  # of the weight of the most probable token
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ def _threshold(
     if not has_top_k and top_p >= 1:
         return 0.0
     total = weights.sum(dtype=np.float64)
-    for floor in (_LIKELY, 0.0):
+    for floor in _FLOORS:
         kept = np.sort(weights[weights >= floor])[::-1]
         if has_top_k and len(kept) < top_k:
             continue
