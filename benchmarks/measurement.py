@@ -15,17 +15,19 @@ class Completion:
 
 @dataclass(frozen=True)
 class SpeculationCounts:
-    """Totals of vLLM's speculation counters."""
+    """Totals of vLLM's speculation counters, and rounds that asked for a draft and had none."""
 
     draft_count: int = 0
     draft_token_count: int = 0
     accepted_token_count: int = 0
+    undrafted_count: int = 0
 
     def __add__(self, other: "SpeculationCounts") -> "SpeculationCounts":
         return SpeculationCounts(
             self.draft_count + other.draft_count,
             self.draft_token_count + other.draft_token_count,
             self.accepted_token_count + other.accepted_token_count,
+            self.undrafted_count + other.undrafted_count,
         )
 
     def __sub__(self, other: "SpeculationCounts") -> "SpeculationCounts":
@@ -33,6 +35,7 @@ class SpeculationCounts:
             self.draft_count - other.draft_count,
             self.draft_token_count - other.draft_token_count,
             self.accepted_token_count - other.accepted_token_count,
+            self.undrafted_count - other.undrafted_count,
         )
 
     @property
@@ -46,6 +49,12 @@ class SpeculationCounts:
     def accepted_per_round(self) -> float | None:
         """Accepted tokens per drafted round, without the bonus token."""
         return self.accepted_token_count / self.draft_count if self.draft_count else None
+
+    @property
+    def undrafted_rate(self) -> float | None:
+        """Undrafted per round; None where there was no such round."""
+        rounds = self.draft_count + self.undrafted_count
+        return self.undrafted_count / rounds if rounds else None
 
 
 @dataclass(frozen=True, order=True)

@@ -33,6 +33,7 @@ from benchmarks.systems import (
 
 _START_S = 1800.0
 _WARM_UP_TOKENS = 16
+_VLLM_KV_CACHE_BYTES = 1 << 29  # thousands of tokens; more would only leave less memory to others
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,7 @@ def vllm_arguments(plan: Plan, draft_tokens: int) -> dict[str, Any]:
         "max_model_len": plan.max_model_len,
         "max_num_seqs": max(plan.batch_sizes),
         "enable_prefix_caching": False,
+        "kv_cache_memory_bytes": _VLLM_KV_CACHE_BYTES,
     }
     if draft_tokens:
         arguments["speculative_config"] = {
@@ -196,7 +198,6 @@ def parse_environment(assignments: Sequence[str], threads: int) -> dict[str, str
     environment = {
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": str(threads),
-        "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
@@ -221,7 +222,7 @@ _COUNT = click.IntRange(min=1)
 @click.option("--raw", is_flag=True, help="Send prompts as they are, without the chat template.")
 @click.option("-k", "--draft-tokens", multiple=True, type=_COUNT, default=(3, 7), show_default=True)
 @click.option("--vllm-python", type=_FILE, help="Interpreter with vLLM; without it, specgw only.")
-@click.option("--vllm-draft-tokens", multiple=True, type=_COUNT, default=(3, 7), show_default=True)
+@click.option("--vllm-draft-tokens", multiple=True, type=_COUNT, default=(7,), show_default=True)
 @click.option("--vllm-env", multiple=True, metavar="NAME=VALUE", help="Such as LD_PRELOAD=...")
 @click.option("--specgw/--no-specgw", "with_specgw", default=True, help="Whether to run specgw.")
 @click.option("--specgw-config", type=_FILE, help="YAML to build specgw's configuration on.")

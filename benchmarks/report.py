@@ -20,7 +20,7 @@ from benchmarks.measurement import (
 
 _COLUMNS = (
     "system", "batch", "tok/s", "range", "x plain", "x best vllm", "accepted", "per round",
-    "own cores", "other cores",
+    "undrafted", "own cores", "other cores",
 )  # fmt: skip
 
 
@@ -101,6 +101,7 @@ def _row(runs: Sequence[Run], summary: Summary) -> tuple[str, ...]:
         f"{paired_ratio(own, best):.2f}" if best else "",
         _optional("{:.0%}", summary.speculation.acceptance_rate),
         _optional("{:.2f}", summary.speculation.accepted_per_round),
+        _optional("{:.0%}", summary.speculation.undrafted_rate),
         f"{summary.own_cores:.2f}",
         f"{summary.other_cores:.2f}",
     )
@@ -156,6 +157,7 @@ def _summary_json(runs: Sequence[Run], summary: Summary) -> dict[str, Any]:
         "ratio_to_plain": paired_ratio(own, _plain_runs(runs, summary)),
         "ratio_to_best_vllm": paired_ratio(own, best) if best else None,
         "acceptance_rate": summary.speculation.acceptance_rate,
+        "undrafted_rate": summary.speculation.undrafted_rate,
         "accepted_per_round": summary.speculation.accepted_per_round,
     }
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,6 +22,12 @@ from benchmarks.measurement import Batch, Completion, SpeculationCounts, SystemI
 
 _PEER = Path(__file__).with_name("vllm_peer.py")
 _LOG_TAIL_CHARS = 4000
+_COUNTERS = (  # in the order of the fields of SpeculationCounts
+    "vllm:spec_decode_num_drafts_total",
+    "vllm:spec_decode_num_draft_tokens_total",
+    "vllm:spec_decode_num_accepted_tokens_total",
+    "specgw_gateway_undrafted_rounds_total",
+)
 
 
 class SystemFailed(Exception):
@@ -118,13 +124,16 @@ class SpecgwServer:
 
 
 def parse_speculation(exposition: str) -> SpeculationCounts:
-    """Sums vLLM's speculation counters over all labels of a Prometheus exposition."""
-    totals = {"num_drafts": 0.0, "num_draft_tokens": 0.0, "num_accepted_tokens": 0.0}
+    """Sums the speculation counters of a Prometheus exposition over all their labels.
+
+    Rounds without a draft count only where a draft was asked for.
+    """
+    totals = dict.fromkeys(_COUNTERS, 0)
     for line in exposition.splitlines():
-        for name in totals:
-            if line.startswith(f"vllm:spec_decode_{name}_total"):
-                totals[name] += float(line.rsplit(" ", 1)[1])
-    return SpeculationCounts(*(int(total) for total in totals.values()))
+        name, _, rest = line.partition("{")
+        if name in totals and 'reason="disabled"' not in rest:
+            totals[name] += int(float(line.rsplit(" ", 1)[1]))
+    return SpeculationCounts(*totals.values())
 
 
 @dataclass(frozen=True)
@@ -202,14 +211,11 @@ class VllmSystem:
     def generate(self, prompts: Sequence[str], max_tokens: int) -> Batch:
         """Lets the engine complete all prompts as one batch; the engine's own clock counts."""
         answer = self.ask("generate", prompts=list(prompts), max_tokens=max_tokens)
-        counts = {
-            field.name: answer["speculation"][field.name] for field in fields(SpeculationCounts)
-        }
         completions = tuple(
             Completion(tuple(output["prompt_token_ids"]), tuple(output["token_ids"]))
             for output in answer["outputs"]
         )
-        return Batch(answer["seconds"], completions, SpeculationCounts(**counts))
+        return Batch(answer["seconds"], completions, SpeculationCounts(**answer["speculation"]))
 
     def ask(self, op: str, **arguments: Any) -> dict[str, Any]:
         """Sends one request and returns its answer.

@@ -40,15 +40,15 @@ FOREIGN = Shape(FOREIGN_VOCAB_SIZE, 2, 160, 384, heads=4, kv_heads=2, head_dim=3
 
 # Optimizer steps at scale 1.
 STEPS = {
-    "shallow": 800,
-    "target": 800,
-    "draft_corpus": 500,
-    "draft": 500,
-    "pard": 500,
-    "foreign_corpus": 500,
-    "foreign": 400,
+    "shallow": 500,
+    "target": 400,
+    "draft_corpus": 400,
+    "draft": 400,
+    "pard": 400,
+    "foreign_corpus": 350,
+    "foreign": 300,
 }
-NUM_ROLLOUTS = 2048
+NUM_ROLLOUTS = 1024
 
 # Training windows: until this part of the steps, their length, how many a step.
 SHORT_TO_LONG = ((0.6, 256, 16), (0.9, 512, 8), (1.0, 1024, 4))
@@ -135,7 +135,7 @@ def train_on_stream(
         done = (step + 1) / schedule.steps
         _, length, size = next(phase for phase in PHASES[name] if done <= phase[0])
         windows = Windows(stream, length + 1, size, recipe.seed + model.shape.layers)
-        return micro_batches(windows.batch(step), size=size // 2)
+        return micro_batches(windows.batch(step), size=max(1, size // 4))
 
     train(model, schedule, batches, distill.next_token_loss, recipe.checkpoint(name))
 
@@ -145,10 +145,10 @@ def train_draft(recipe: Recipe) -> None:
     train_on_stream(model, recipe, recipe.stream, "draft_corpus", decay=0.4)
 
     def batches(step: int) -> list[Batch]:
-        rows = rollout_rows(recipe, step, batch_size=24)
+        rows = rollout_rows(recipe, step, batch_size=16)
         data = recipe.rollouts
         return micro_batches(
-            data.token_ids[rows], data.top_ids[rows], data.top_logprobs[rows], size=6
+            data.token_ids[rows], data.top_ids[rows], data.top_logprobs[rows], size=4
         )
 
     schedule = recipe.schedule("draft", decay=0.7)

@@ -50,6 +50,7 @@ class Trainer:
         self.model = model
         self.schedule = schedule
         self.replica = copy.deepcopy(model).to(torch.bfloat16)
+        torch.set_num_threads(1)
         self.pool = ThreadPoolExecutor(WORKERS, initializer=torch.set_num_threads, initargs=(1,))
         body = [weight for weight in model.model.layers.parameters() if weight.ndim == 2]
         rest = [w for w in model.parameters() if not any(w is other for other in body)]
@@ -81,7 +82,7 @@ class Trainer:
         values, gradients = zip(*self.pool.map(gradient, micro_batches), strict=True)
         masters = list(self.model.parameters())
         for index, master in enumerate(masters):
-            master.grad = torch.stack([g[index].float() for g in gradients]).mean(0)
+            master.grad = torch.stack([g[index] for g in gradients]).mean(0, dtype=torch.float32)
         nn.utils.clip_grad_norm_(masters, 1.0)
         for optimizer in self.optimizers:
             rate = self.schedule.adam_rate
