@@ -80,6 +80,9 @@ class Verifier:
                 self._lost(f"{error.code().name}: {error.details()}")
             except SpecgwError as error:
                 self._lost(str(error))
+            except Exception as error:  # such as a message that does not parse, which is None
+                logger.exception("health watch failed", extra={"verifier": self.address})
+                self._lost(f"its answer made no sense: {error!r}")
             finally:
                 updates.cancel()
             on_change()
@@ -99,6 +102,8 @@ class Verifier:
         )
         try:
             async for response in call:
+                if response is None:
+                    raise NotReady(f"verifier {self.address} sent what is not a message")
                 yield generate_output_from_pb(response)
         except grpc.aio.AioRpcError as error:
             raise status_to_error(error) from error

@@ -20,7 +20,8 @@ from specgw import wire
 from specgw.channel import open_channel, status_to_error
 from specgw.config import parse_config
 from specgw.errors import InvalidRequest, NotReady, Overloaded
-from specgw.v1 import gateway_pb2, gateway_pb2_grpc, types_pb2
+from specgw.server import HealthService
+from specgw.v1 import gateway_pb2, gateway_pb2_grpc, types_pb2, verifier_pb2_grpc
 from tests import scripted_verifier, tiny_tokenizers
 from tests.scripted_verifier import ScriptedVerifier
 
@@ -820,6 +821,60 @@ class TestFailures:
             await asyncio.gather(*running)
 
         assert [len(verifier.requests) for verifier in pair] == [2, 2]
+
+    @pytest.mark.parametrize(
+        "method", ["/grpc.health.v1.Health/Watch", "/specgw.v1.VerifierService/Generate"]
+    )
+    async def test_a_message_that_does_not_parse_is_a_verifier_lost_for_a_moment(
+        self, make_verifier: MakeVerifier, run_gateway: RunGateway, method: str
+    ) -> None:
+        garble = GarbleOnce(method)
+        async with (
+            garbling(make_verifier(), garble) as address,
+            run_gateway(address) as gateway,
+            http(gateway) as client,
+        ):
+            async with asyncio.timeout(5):
+                await gateway.router.ready()
+            answer = await client.post("/v1/completions", json=COMPLETION)
+
+        assert garble.is_done
+        assert answer.json()["choices"][0]["text"] == TEXT
+
+
+class GarbleOnce(grpc.aio.ServerInterceptor):
+    """Answers the first call of a method with bytes that are no message."""
+
+    def __init__(self, method: str) -> None:
+        self.is_done = False
+        self._method = method
+
+    async def intercept_service(
+        self, continuation: Any, handler_call_details: grpc.HandlerCallDetails
+    ) -> Any:
+        if self.is_done or handler_call_details.method != self._method:
+            return await continuation(handler_call_details)
+        self.is_done = True
+        return grpc.unary_stream_rpc_method_handler(self._answer)
+
+    async def _answer(self, request: bytes, context: Any) -> AsyncIterator[bytes]:
+        yield b"\xff"
+
+
+@asynccontextmanager
+async def garbling(verifier: ScriptedVerifier, garble: GarbleOnce) -> AsyncIterator[str]:
+    """Serves a scripted verifier with one garbled answer; yields its address."""
+    server = grpc.aio.server(interceptors=[garble])
+    health = HealthService([])
+    health.set_serving(True)
+    health_pb2_grpc.add_HealthServicer_to_server(health, server)
+    verifier_pb2_grpc.add_VerifierServiceServicer_to_server(verifier, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        await server.stop(0)
 
 
 async def one_opened(verifiers: Sequence[ScriptedVerifier]) -> ScriptedVerifier:
