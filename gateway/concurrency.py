@@ -1,8 +1,31 @@
-"""Runs the parts of one request side by side. The caller is `openai_api.py`."""
+"""Runs the parts of one request side by side, and ends them in time.
+
+Callers are `openai_api.py` and `service.py`.
+"""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import asynccontextmanager
 from typing import Any
+
+from specgw.errors import DeadlineExceeded
+
+
+@asynccontextmanager
+async def ended_by(deadline: float) -> AsyncIterator[None]:
+    """Ends what runs inside at a `time.monotonic()`, whatever it waits for: a slot or a reader.
+
+    Raises:
+        DeadlineExceeded: if it was not done by then.
+    """
+    try:
+        async with asyncio.timeout(deadline - time.monotonic()) as limit:
+            yield
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise DeadlineExceeded("the time for this request is up") from None
 
 
 async def run_together(

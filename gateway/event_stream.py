@@ -6,6 +6,7 @@ The caller is `openai_api.py`.
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from starlette.responses import Response
@@ -55,6 +56,13 @@ class EventSender:
     async def end(self) -> None:
         """Sends the mark that OpenAI clients wait for, and ends the response."""
         await self._write(b"data: [DONE]\n\n", more_body=False)
+
+    async def fail(self, body: Mapping[str, Any], timeout_s: float = 1.0) -> None:
+        """Sends an error and the end, unless the client has stopped to read."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self.send(body)
+                await self.end()
 
     async def _write(self, event: bytes, *, more_body: bool = True) -> None:
         if not self.has_begun:

@@ -19,7 +19,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from gateway.api_keys import ApiKeyGuard
-from gateway.concurrency import run_together
+from gateway.concurrency import ended_by, run_together
 from gateway.event_stream import EventSender, EventStream, run_until_disconnect
 from gateway.generation import TextGenerator
 from gateway.metrics import Metrics
@@ -194,13 +194,14 @@ class OpenAIApi:
             for index, generation in enumerate(generations)
         ]
         headers = {"x-request-id": form.response_id}
+        deadline = self._generator.deadline()
         if not body.stream:
-            work = self._collect(form, answers, generations)
+            work = self._collect(form, answers, generations, deadline)
             status, content = await run_until_disconnect(request.receive, work)
             return JSONResponse(content, status, headers)
 
         async def produce(events: EventSender) -> None:
-            await self._stream(events, body, form, answers, generations)
+            await self._stream(events, body, form, answers, generations, deadline)
 
         return EventStream(produce, headers)
 
@@ -209,16 +210,19 @@ class OpenAIApi:
         form: CompletionFormat,
         answers: Sequence[Answer],
         generations: Sequence[GenerateRequest],
+        deadline: float,
     ) -> tuple[int, Body]:
         """Returns status and body. If the work broke off, the body has the error and what came."""
 
         async def collect(answer: Answer, generation: GenerateRequest) -> None:
-            async with aclosing(self._generator.generate(generation)) as outputs:
+            async with aclosing(self._generator.generate(generation, deadline)) as outputs:
                 async for output in outputs:
                     answer.add(output)
 
+        at_once = self._generator.max_running
         try:
-            await run_together(collect, answers, generations, at_once=self._generator.max_running)
+            async with ended_by(deadline):
+                await run_together(collect, answers, generations, at_once=at_once)
         except SpecgwError as error:
             if not any(answer.token_ids for answer in answers):
                 raise
@@ -232,11 +236,12 @@ class OpenAIApi:
         form: CompletionFormat,
         answers: Sequence[Answer],
         generations: Sequence[GenerateRequest],
+        deadline: float,
     ) -> None:
         """Sends all answers, their chunks mixed. An error after the first chunk is the last one."""
 
         async def stream(answer: Answer, generation: GenerateRequest) -> None:
-            async with aclosing(self._generator.generate(generation)) as outputs:
+            async with aclosing(self._generator.generate(generation, deadline)) as outputs:
                 async for output in outputs:
                     opening = form.opening(answer) if answer.last is None else None
                     answer.add(output)
@@ -244,16 +249,17 @@ class OpenAIApi:
                     for event in filter(None, (opening, chunk)):
                         await events.send(event)
 
+        at_once = self._generator.max_running
         try:
-            await run_together(stream, answers, generations, at_once=self._generator.max_running)
+            async with ended_by(deadline):
+                await run_together(stream, answers, generations, at_once=at_once)
+                if body.include_usage:
+                    await events.send(form.usage_chunk(answers))
+                await events.end()
         except SpecgwError as error:
             if not events.has_begun:
                 raise
-            await events.send(error_body(error))
-        else:
-            if body.include_usage:
-                await events.send(form.usage_chunk(answers))
-        await events.end()
+            await events.fail(error_body(error))
 
 
 def build_app(api: OpenAIApi, api_keys: Sequence[str]) -> Starlette:

@@ -4,7 +4,6 @@ Turns messages into values and back; `generation.py` does the rest.
 """
 
 import uuid
-from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -13,6 +12,7 @@ import grpc
 
 from gateway.admission import Admission
 from gateway.api_keys import UNKNOWN_KEY, is_authorized
+from gateway.concurrency import ended_by
 from gateway.detokenizer import TextOutput
 from gateway.generation import TextGenerator
 from gateway.request_builder import DEFAULT_COMPLETION_TOKENS, FieldNames, RequestBuilder
@@ -56,17 +56,19 @@ class GatewayService(gateway_pb2_grpc.GatewayServiceServicer):
         """Adds the service to a server that has not started."""
         gateway_pb2_grpc.add_GatewayServiceServicer_to_server(self, server)
 
-    async def Generate(
+    # Writes instead of yielding: a generator could not end its own wait for a client to read.
+    async def Generate(  # type: ignore[override]
         self,
         request: gateway_pb2.GatewayServiceGenerateRequest,
         context: grpc.aio.ServicerContext[Any, Any],
-    ) -> AsyncIterator[gateway_pb2.GatewayServiceGenerateResponse]:
+    ) -> None:
         await self._authenticate(context)
+        deadline = self._generator.deadline(context.time_remaining())
         generation = await self._generation(request)
         seed = generation.sampling_params.seed
         num_output_tokens = 0
-        answer = self._generator.generate(generation, context.time_remaining())
-        async with aclosing(answer) as outputs:
+        answer = self._generator.generate(generation, deadline)
+        async with ended_by(deadline), aclosing(answer) as outputs:
             async for output in outputs:
                 num_output_tokens += len(output.token_ids)
                 response = _response(output)
@@ -77,7 +79,7 @@ class GatewayService(gateway_pb2_grpc.GatewayServiceServicer):
                     response.prompt_token_count = len(generation.prompt_token_ids)
                     response.output_token_count = num_output_tokens
                     response.speculation.CopyFrom(speculation_stats_to_pb(output.speculation))
-                yield response
+                await context.write(response)
 
     async def GetGatewayInfo(
         self,

@@ -19,7 +19,7 @@ from gateway.tokenizer import Tokenizer, load_tokenizer
 from specgw import wire
 from specgw.channel import open_channel, status_to_error
 from specgw.config import parse_config
-from specgw.errors import InvalidRequest, NotReady, Overloaded
+from specgw.errors import DeadlineExceeded, InvalidRequest, NotReady, Overloaded
 from specgw.server import HealthService
 from specgw.v1 import gateway_pb2, gateway_pb2_grpc, types_pb2, verifier_pb2_grpc
 from tests import scripted_verifier, tiny_tokenizers
@@ -598,17 +598,89 @@ class TestLoad:
 
         assert answer.json()["choices"][0]["text"] == TEXT
 
+    @pytest.mark.parametrize("stream", [False, True])
     async def test_the_deadline_ends_the_work(
-        self, make_verifier: MakeVerifier, run_gateway: RunGateway
+        self, make_verifier: MakeVerifier, run_gateway: RunGateway, stream: bool
     ) -> None:
-        verifier = make_verifier(hold_at=6)
-        settings = {"request_timeout_s": 0.7}
+        verifier = make_verifier(hold_at=0)
+        settings = {"request_timeout_s": 0.2}
         async with (
             ready(run_gateway, [verifier], settings=settings) as gateway,
             http(gateway) as client,
         ):
-            answer = await client.post("/v1/completions", json=COMPLETION)
+            answer = await client.post("/v1/completions", json={**COMPLETION, "stream": stream})
             await verifier.closed()
+            metrics = (await client.get("/metrics")).text
+
+        assert answer.status_code == 504
+        assert answer.json()["error"]["type"] == "TimeoutError"
+        assert 'error="DeadlineExceeded"' in metrics
+
+    async def test_the_deadline_counts_the_wait_for_a_slot(
+        self, make_verifier: MakeVerifier, run_gateway: RunGateway
+    ) -> None:
+        settings = {"max_concurrent_requests": 1, "request_timeout_s": 0.2}
+        async with (
+            ready(run_gateway, [make_verifier()], settings=settings) as gateway,
+            http(gateway) as client,
+            gateway.admission.slot(),
+        ):
+            answer = await client.post("/v1/completions", json=COMPLETION)
+            waiting_count = gateway.admission.waiting_count
+
+        assert answer.status_code == 504
+        assert waiting_count == 0
+
+    async def test_the_deadline_frees_the_slot_of_an_http_client_that_does_not_read(
+        self, make_verifier: MakeVerifier, run_gateway: RunGateway
+    ) -> None:
+        body = json.dumps({"prompt": "x", "max_tokens": 2000, "stream": True}).encode()
+        verifier = make_verifier([5] * 2000, max_model_len=3000)
+        options = {"settings": {"request_timeout_s": 1}, "served_model_name": "long" * 5000}
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            async with ready(run_gateway, [verifier], **options) as gateway:
+                host, port = gateway.url.removeprefix("http://").split(":")
+                client.connect((host, int(port)))
+                client.sendall(
+                    b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
+                    b"content-type: application/json\r\n"
+                    b"content-length: %d\r\n\r\n%b" % (len(body), body)
+                )
+                await verifier.opened()
+                await until(lambda: gateway.admission.running_count == 0)
+                metrics = gateway.metrics.exposition().decode()
+
+        assert 'error="DeadlineExceeded"' in metrics
+
+    async def test_the_deadline_frees_the_slot_of_a_grpc_client_that_does_not_read(
+        self, make_verifier: MakeVerifier, run_gateway: RunGateway
+    ) -> None:
+        verifier = make_verifier([5] * 20_000, max_model_len=30_000, block_size=10)
+        request = gateway_pb2.GatewayServiceGenerateRequest(
+            prompt="x", sampling_params=types_pb2.SamplingParams(max_tokens=20_000)
+        )
+        settings = {"request_timeout_s": 1}
+        window = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
+        async with (
+            ready(run_gateway, [verifier], settings=settings) as gateway,
+            grpc.aio.insecure_channel(gateway.grpc_addresses[0], options=window) as channel,
+        ):
+            call = gateway_pb2_grpc.GatewayServiceStub(channel).Generate(request)
+            await verifier.opened()
+            await until(lambda: gateway.admission.running_count == 0)
+            with pytest.raises(grpc.aio.AioRpcError) as raised:
+                async for _ in call:
+                    pass
+
+        assert raised.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+
+    async def test_what_came_before_the_deadline_is_delivered(
+        self, make_verifier: MakeVerifier, run_gateway: RunGateway
+    ) -> None:
+        verifier = make_verifier(fail_at=6, failure=DeadlineExceeded("too late"))
+        async with ready(run_gateway, [verifier]) as gateway, http(gateway) as client:
+            answer = await client.post("/v1/completions", json=COMPLETION)
 
         body = answer.json()
         assert answer.status_code == 504
