@@ -215,9 +215,9 @@ class Router:
         """What is known of each verifier, for people."""
         return "; ".join(f"{verifier.address}: {verifier.detail}" for verifier in self._verifiers)
 
-    async def ready(self, count: int = 1) -> None:
-        """Waits until `count` verifiers are serving."""
-        while sum(verifier.is_serving for verifier in self._verifiers) < count:
+    async def ready(self) -> None:
+        """Waits until some verifier is serving."""
+        while not self.is_ready:
             await self.changed()
 
     async def changed(self) -> None:

@@ -97,9 +97,15 @@ async def ready(
         ]
         addresses = [server.addresses[0] for server in servers]
         gateway = await stack.enter_async_context(run_gateway(*addresses, **options))
-        async with asyncio.timeout(5):
-            await gateway.router.ready(len(verifiers))
+        await all_serving(gateway, len(verifiers))
         yield gateway
+
+
+async def all_serving(gateway: Gateway, count: int) -> None:
+    """Waits until the gateway knows of `count` verifiers that serve."""
+    async with asyncio.timeout(5):
+        while gateway.router.states.count(": serving") < count:
+            await gateway.router.changed()
 
 
 def http(gateway: Gateway, **options: Any) -> httpx.AsyncClient:
@@ -772,7 +778,7 @@ class TestFailures:
                 run_gateway(*(server.addresses[0] for server in servers))
             )
             client = await stack.enter_async_context(http(gateway))
-            await gateway.router.ready(2)
+            await all_serving(gateway, 2)
             running = asyncio.create_task(client.post("/v1/completions", json=COMPLETION))
             first = await one_opened(pair)
             await servers[pair.index(first)].stop(0)
