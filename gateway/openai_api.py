@@ -3,18 +3,15 @@
 `build_app` is called by `__main__.py`.
 """
 
-import json
 import math
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
-from typing import Any, TypeVar
 
-from pydantic import BaseModel, ValidationError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
@@ -22,6 +19,7 @@ from gateway.api_keys import ApiKeyGuard
 from gateway.concurrency import ended_by, run_together
 from gateway.event_stream import EventSender, EventStream, run_until_disconnect
 from gateway.generation import TextGenerator
+from gateway.json_body import BodyModel, read_json, validate
 from gateway.metrics import Metrics
 from gateway.openai_responses import (
     Answer,
@@ -40,16 +38,13 @@ from gateway.openai_types import (
     DetokenizeRequest,
     TokenizeChatRequest,
     TokenizeRequest,
-    first_problem,
 )
 from gateway.request_builder import DEFAULT_COMPLETION_TOKENS, FieldNames, RequestBuilder
 from gateway.tokenizer import Tokenizer
 from specgw import __version__
 from specgw.config import EngineArgs
-from specgw.errors import Cancelled, InvalidRequest, ModelNotFound, Overloaded, SpecgwError
+from specgw.errors import InvalidRequest, ModelNotFound, Overloaded, SpecgwError
 from specgw.types import GenerateRequest
-
-BodyModel = TypeVar("BodyModel", bound=BaseModel)
 
 
 class OpenAIApi:
@@ -139,14 +134,14 @@ class OpenAIApi:
         )
 
     async def tokenize(self, request: Request) -> Response:
-        raw = await _read_json(request)
+        raw = await read_json(request)
         body: TokenizeChatRequest | TokenizeRequest
         if "messages" in raw:
-            body = _validate(raw, TokenizeChatRequest)
+            body = validate(raw, TokenizeChatRequest)
             self._served(body.model)
             token_ids = await self._chat_token_ids(body)
         else:
-            body = _validate(raw, TokenizeRequest)
+            body = validate(raw, TokenizeRequest)
             self._served(body.model)
             token_ids = await self._tokenizer.encode(
                 body.prompt, add_special_tokens=body.add_special_tokens
@@ -287,29 +282,7 @@ def build_app(api: OpenAIApi, api_keys: Sequence[str]) -> Starlette:
 
 
 async def _parse(request: Request, model: type[BodyModel]) -> BodyModel:
-    return _validate(await _read_json(request), model)
-
-
-async def _read_json(request: Request) -> dict[str, Any]:
-    content_type = request.headers.get("content-type", "")
-    if content_type.partition(";")[0].strip().lower() != "application/json":
-        raise InvalidRequest("content-type", content_type, "must be application/json")
-    try:
-        raw = json.loads(await request.body())
-    except ClientDisconnect:
-        raise Cancelled("the client went away") from None
-    except ValueError as error:
-        raise HTTPException(400, f"the body is not JSON: {error}") from None
-    if not isinstance(raw, dict):
-        raise HTTPException(400, "the body is not a JSON object")
-    return raw
-
-
-def _validate(raw: dict[str, Any], model: type[BodyModel]) -> BodyModel:
-    try:
-        return model.model_validate(raw)
-    except ValidationError as error:
-        raise first_problem(error) from None
+    return validate(await read_json(request), model)
 
 
 def _request_id(request: Request, in_body: str | None) -> str:

@@ -25,7 +25,6 @@ _HTTP_STATUS = {
     "DEADLINE_EXCEEDED": 504,
 }
 _ERROR_TYPES = {
-    400: "BadRequestError",
     401: "AuthenticationError",
     404: "NotFoundError",
     429: "RateLimitError",
@@ -254,7 +253,8 @@ def error_body(error: SpecgwError) -> Body:
 
 def error_fields(message: str, status: int, param: str | None = None) -> Body:
     """Returns an error body from its parts."""
-    error_type = _ERROR_TYPES.get(status, "InternalServerError")
+    other = "BadRequestError" if status < 500 else "InternalServerError"
+    error_type = _ERROR_TYPES.get(status, other)
     return {"error": {"message": message, "type": error_type, "param": param, "code": status}}
 
 

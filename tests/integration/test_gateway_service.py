@@ -487,10 +487,30 @@ class TestRefusals:
         async with ready(run_gateway, [make_verifier()]) as gateway, http(gateway) as client:
             broken = await client.post("/v1/completions", content="{", headers=json_type)
             other = await client.post("/v1/completions", content="a=b")
+            surrogate = await client.post(
+                "/v1/completions", content=b'{"model": "\\ud800"}', headers=json_type
+            )
             missing = await client.post("/v1/nothing", json={})
 
-        assert (broken.status_code, other.status_code, missing.status_code) == (400, 400, 404)
-        assert all("message" in one.json()["error"] for one in (broken, other, missing))
+        assert [one.status_code for one in (broken, other, surrogate)] == [400, 400, 400]
+        assert missing.status_code == 404
+        assert all("message" in one.json()["error"] for one in (broken, other, surrogate, missing))
+
+    async def test_a_body_that_is_too_long_is_refused_unread(
+        self, make_verifier: MakeVerifier, run_gateway: RunGateway
+    ) -> None:
+        async with ready(run_gateway, [make_verifier()]) as gateway:
+            host, port = gateway.url.removeprefix("http://").split(":")
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(
+                b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
+                b"content-type: application/json\r\ncontent-length: 99999999\r\n\r\n"
+            )
+            answer = await reader.read()
+            writer.close()
+
+        assert answer.startswith(b"HTTP/1.1 413 ")
+        assert b'"type":"BadRequestError"' in answer
 
     async def test_the_api_key_guards_the_model_and_nothing_else(
         self, make_verifier: MakeVerifier, run_gateway: RunGateway
