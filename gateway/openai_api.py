@@ -212,7 +212,7 @@ class OpenAIApi:
         async def collect(answer: Answer, generation: GenerateRequest) -> None:
             async with aclosing(self._generator.generate(generation, deadline)) as outputs:
                 async for output in outputs:
-                    answer.add(output)
+                    answer.add_whole(output)
 
         at_once = self._generator.max_running
         try:

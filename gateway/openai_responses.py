@@ -39,14 +39,24 @@ class Answer:
 
     index: int
     prompt_token_ids: Sequence[int]
-    text: str = ""
+    texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     last: TextOutput | None = None
 
     def add(self, output: TextOutput) -> None:
-        self.text += output.text
+        """Takes in what a stream still needs of an output that it sends on."""
         self.token_ids += output.token_ids
         self.last = output
+
+    def add_whole(self, output: TextOutput) -> None:
+        """Takes in an output with its text."""
+        self.add(output)
+        self.texts.append(output.text)
+
+    @property
+    def text(self) -> str:
+        """The text of the outputs that were taken in whole."""
+        return "".join(self.texts)
 
     @property
     def ending(self) -> tuple[str | None, str | int | None]:
