@@ -83,12 +83,18 @@ def proposer(file: Path | None, listen: str | None) -> None:
 
 @main.command()
 @click.argument("address")
+@_CONFIG
 @click.option("--timeout", "timeout_s", default=3.0, help="Seconds to wait for an answer.")
-def health(address: str, timeout_s: float) -> None:
-    """Exits with 0 if the service at ADDRESS serves: host:port, unix:/path or http://host:port."""
+def health(address: str, file: Path | None, timeout_s: float) -> None:
+    """Exits with 0 if the service at ADDRESS serves: host:port, unix:/path or http://host:port.
+
+    The configuration is where the certificates are, if services use TLS.
+    """
     from specgw.health import is_serving
 
-    if not asyncio.run(is_serving(address, timeout_s)):
+    with exit_on_config_error():
+        tls = load_config(file).specgw.tls if file else None
+    if not asyncio.run(is_serving(address, timeout_s, tls)):
         raise click.ClickException(f"{address} does not serve")
 
 

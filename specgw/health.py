@@ -45,8 +45,10 @@ async def wait_until_serving(address: str, tls: TlsSettings | None = None) -> No
 
 
 def _is_http_serving(url: str, timeout_s: float) -> bool:
+    # Otherwise an environment with http_proxy would have the proxy asked instead.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with urllib.request.urlopen(f"{url.rstrip('/')}/health", timeout=timeout_s) as response:
+        with opener.open(f"{url.rstrip('/')}/health", timeout=timeout_s) as response:
             return bool(response.status == http.HTTPStatus.OK)
     except (urllib.error.URLError, TimeoutError):
         return False

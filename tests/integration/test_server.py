@@ -2,10 +2,12 @@
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -312,6 +314,20 @@ async def test_mutual_tls_refuses_others(make_certificates: Callable[[], TlsSett
             await served.health.Check(health_pb2.HealthCheckRequest(), timeout=_DEADLINE_S)
 
     assert isinstance(status_to_error(caught.value), NotReady)
+
+
+async def test_a_health_check_shows_the_certificates_of_the_configuration(
+    make_certificates: Callable[[], TlsSettings], tmp_path: Path
+) -> None:
+    tls = make_certificates()
+    config = tmp_path / "config.yaml"
+    config.write_text(json.dumps({"model": "m", "specgw": {"tls": tls.model_dump(mode="json")}}))
+    command = (sys.executable, "-m", "specgw.cli", "health", "--timeout", "5", "--config", config)
+    async with serve("localhost:0", tls) as served:
+        check = await asyncio.create_subprocess_exec(*command, *served.server.addresses)
+        exit_code = await check.wait()
+
+    assert exit_code == 0
 
 
 async def test_the_first_signal_drains_and_ends_streams_that_would_not_end() -> None:

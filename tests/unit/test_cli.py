@@ -21,6 +21,7 @@ from specgw.exit_codes import CONFIG_EXIT_CODE
         ),
         (["verifier", "--config", "absent.yaml"], "--config absent.yaml: No such file"),
         (["proposer", "--config", "absent.yaml"], "--config absent.yaml: No such file"),
+        (["health", "--config", "absent.yaml", "x:1"], "--config absent.yaml: No such file"),
     ],
 )
 def test_a_wrong_configuration_ends_with_2_and_says_why(

@@ -33,7 +33,8 @@ def test_each_service_waits_until_the_one_before_is_healthy() -> None:
     assert services["verifier"]["depends_on"] == {"proposer": {"condition": "service_healthy"}}
     assert services["gateway"]["depends_on"] == {"verifier": {"condition": "service_healthy"}}
     for service in services.values():
-        assert service["healthcheck"]["test"][:3] == ["CMD", "specgw", "health"]
+        check = service["healthcheck"]["test"]
+        assert check[:5] == ["CMD", "specgw", "health", "--config", "/etc/specgw/config.yaml"]
 
 
 def test_only_the_gateway_is_reachable_and_only_from_this_host() -> None:
