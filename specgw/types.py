@@ -87,6 +87,7 @@ class SamplingParams:
             ),
             ("stop", all(self.stop), "must not contain an empty string"),
             ("stop", len(self.stop) <= 16, "must have at most 16 strings"),
+            ("stop_token_ids", len(self.stop_token_ids) <= 1024, "must have at most 1024 ids"),
             ("stop_token_ids", all(i >= 0 for i in self.stop_token_ids), "must not be negative"),
         )
 

@@ -126,8 +126,8 @@ class SamplingParams(_message.Message):
     """Goes on past the model's end-of-sequence tokens."""
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Token ids that end the output; the one that did is the last output token. Ids outside of the vocabulary are
-        refused with INVALID_ARGUMENT.
+        """Token ids that end the output; the one that did is the last output token. At most 1024; more, or ids outside of the
+        vocabulary, are refused with INVALID_ARGUMENT.
         """
 
     def __init__(

@@ -377,6 +377,7 @@ BAD_FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"stop": [""]}, "stop", "('',)"),
     ({"stop_token_ids": [-1]}, "stop_token_ids", "-1"),
     ({"stop_token_ids": [10**6]}, "stop_token_ids", "1000000"),
+    ({"stop_token_ids": [1] * 1025}, "stop_token_ids", "at most 1024"),
     ({"prompt": [[1], [10**6]]}, "prompt", "1000000"),
     ({"prompt": [-1]}, "prompt.0", "-1"),
     ({"prompt": None}, "prompt", "None"),
