@@ -11,19 +11,16 @@ import grpc
 from specgw.config import TlsSettings
 from specgw.errors import (
     Cancelled,
-    ContextMismatch,
     DeadlineExceeded,
     IncompatibleModels,
     InvalidRequest,
     ModelNotFound,
     NotReady,
     Overloaded,
-    SessionNotFound,
     SpecgwError,
 )
 
 MAX_MESSAGE_BYTES = 16 * 2**20
-ERROR_NAME_KEY = "specgw-error"  # trailing metadata: which of the errors that share a status
 RETRY_AFTER_KEY = "grpc-retry-pushback-ms"
 
 # Both ends ping, so that each notices within 30 s that the other's machine is gone.
@@ -65,7 +62,7 @@ def status_to_error(error: grpc.aio.AioRpcError) -> SpecgwError:
     details = error.details() or ""
     if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
         return _overloaded(details, metadata.get(RETRY_AFTER_KEY, ""))
-    build = _BY_NAME.get(metadata.get(ERROR_NAME_KEY, "")) or _BY_STATUS.get(error.code())
+    build = _BY_STATUS.get(error.code())
     return build(details) if build else SpecgwError(f"{error.code().name}: {details}")
 
 
@@ -97,13 +94,9 @@ def _incompatible_models(details: str) -> IncompatibleModels:
 
 _BY_STATUS: dict[grpc.StatusCode, Callable[[str], SpecgwError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: _invalid_request,
-    grpc.StatusCode.NOT_FOUND: SessionNotFound,
+    grpc.StatusCode.NOT_FOUND: ModelNotFound,
     grpc.StatusCode.FAILED_PRECONDITION: _incompatible_models,
     grpc.StatusCode.UNAVAILABLE: NotReady,
     grpc.StatusCode.CANCELLED: Cancelled,
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
-}
-_BY_NAME: dict[str, Callable[[str], SpecgwError]] = {
-    "ModelNotFound": ModelNotFound,
-    "ContextMismatch": ContextMismatch,
 }

@@ -12,7 +12,15 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    FilePath,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from specgw.errors import ConfigError
 
@@ -21,7 +29,7 @@ MAX_SPEC_LEN = 128  # vLLM asserts this bound while running; here it is checked 
 _ENVIRONMENT_PREFIX = "SPECGW_"
 
 PositiveInt = Annotated[int, Field(ge=1)]
-Seconds = Annotated[float, Field(gt=0)]
+Seconds = Annotated[float, Field(gt=0, le=86_400)]
 
 # vLLM's keys that specgw knows and does not run yet: refused by name rather than ignored.
 _NOT_IMPLEMENTED = frozenset({
@@ -80,11 +88,11 @@ class SpeculativeConfig(_Frozen):
 class TlsSettings(_Frozen):
     """Files in PEM format, for every connection between services."""
 
-    certificate_file: Path
+    certificate_file: FilePath
     """This service's certificate chain."""
-    private_key_file: Path
+    private_key_file: FilePath
     """The key of the certificate."""
-    ca_file: Path | None = None
+    ca_file: FilePath | None = None
     """Certificates to trust. With it, both sides must show one that these signed."""
 
 
@@ -143,6 +151,8 @@ class ProposerSettings(_Frozen):
     """Threads of each operator. None leaves it to torch."""
     kv_cache_tokens: PositiveInt | None = None
     """Size of the KV cache. None takes what memory allows."""
+    embedded_memory_share: Annotated[float, Field(gt=0, lt=1)] = 0.25
+    """Part of `gpu_memory_utilization` for the draft when `specgw serve` starts both services."""
     max_sessions: PositiveInt = 64
     """Most sessions over all verifiers; others decode without drafts."""
     max_num_batched_tokens: PositiveInt = 2048
@@ -179,7 +189,7 @@ class EngineArgs(_Frozen):
     """Where the OpenAI API listens."""
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     """Port of the OpenAI API; 0 takes a free one."""
-    api_key: tuple[str, ...] = ()
+    api_key: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Keys that clients must show one of. None means that none is needed."""
     seed: int = 0
     """Where the seeds of requests without one come from."""
@@ -205,7 +215,8 @@ class EngineArgs(_Frozen):
     @field_validator("served_model_name", "api_key", mode="before")
     @classmethod
     def _one_or_many(cls, raw: Any) -> Any:
-        return (raw,) if isinstance(raw, str) else raw
+        many = raw if isinstance(raw, list | tuple) else (raw,)
+        return tuple(str(one) for one in many if one is not None)
 
     @field_validator("speculative_config", mode="before")
     @classmethod
@@ -220,11 +231,11 @@ class EngineArgs(_Frozen):
 
     @model_validator(mode="after")
     def _room_for_one_round(self) -> Self:
-        rows = self.max_draft_tokens + 1
+        rows = max(self.max_draft_tokens + 1, self.max_num_seqs)
         if self.max_num_batched_tokens < rows:
             raise ValueError(
-                f"max_num_batched_tokens must be at least num_speculative_tokens + 1 = {rows}, "
-                f"got {self.max_num_batched_tokens}"
+                "max_num_batched_tokens must be at least max_num_seqs and "
+                f"num_speculative_tokens + 1, here {rows}, got {self.max_num_batched_tokens}"
             )
         return self
 

@@ -3,8 +3,6 @@
 SpecgwError
   InvalidRequest      INVALID_ARGUMENT     the caller's fault; names the field and its value
   ModelNotFound       NOT_FOUND            no model is served under that name
-  SessionNotFound     NOT_FOUND            the peer does not hold the session
-  ContextMismatch     FAILED_PRECONDITION  the peer holds another context length
   IncompatibleModels  FAILED_PRECONDITION  draft and target, or two versions, cannot work together
   Overloaded          RESOURCE_EXHAUSTED   no slot, no free block or a full queue; come back later
   NotReady            UNAVAILABLE          loading, draining or gone; the only one retried
@@ -14,6 +12,8 @@ ConfigError           none: raised before anything listens; carries every proble
 """
 
 from collections.abc import Sequence
+
+_MAX_VALUE_CHARS = 200  # of a refused value in a message
 
 
 class SpecgwError(Exception):
@@ -28,7 +28,7 @@ class InvalidRequest(SpecgwError):
     status = "INVALID_ARGUMENT"
 
     def __init__(self, field: str, value: object, rule: str) -> None:
-        super().__init__(f"{field}: {rule}, got {value!r}")
+        super().__init__(f"{field}: {rule}, got {_shortened(value)}")
         self.field = field
         self.value = value
         self.rule = rule
@@ -38,18 +38,6 @@ class ModelNotFound(SpecgwError):
     """No model is served under the requested name."""
 
     status = "NOT_FOUND"
-
-
-class SessionNotFound(SpecgwError):
-    """The peer does not hold the session."""
-
-    status = "NOT_FOUND"
-
-
-class ContextMismatch(SpecgwError):
-    """The peer holds another context length."""
-
-    status = "FAILED_PRECONDITION"
 
 
 class IncompatibleModels(SpecgwError):
@@ -88,6 +76,11 @@ class DeadlineExceeded(SpecgwError):
     """The caller's time is up."""
 
     status = "DEADLINE_EXCEEDED"
+
+
+def _shortened(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _MAX_VALUE_CHARS else f"{text[:_MAX_VALUE_CHARS]}..."
 
 
 class ConfigError(Exception):

@@ -2,7 +2,7 @@
 
 The other implementation, over gRPC, is `verifier_svc/proposer_link.py`. Both pass
 `tests/conformance/test_link.py`. Tests inject faults by implementing these interfaces
-(`tests/doubles.py`).
+(`tests/scripted_proposers.py`).
 """
 
 import logging
@@ -36,11 +36,17 @@ class ProposerLink(Protocol):
     def start(self, hello: Hello, listener: LinkListener) -> None:
         """Begins to connect. Reports to `listener` from then on."""
 
-    def send(self, step: ProposeStep) -> None:
-        """Hands a step over. Neither blocks nor raises; a step is lost only with the link."""
+    def send(self, step: ProposeStep, ack: HelloAck) -> None:
+        """Hands a step over for the connection that `ack` began; dropped if that one has ended.
+
+        Neither blocks nor raises.
+        """
 
     def stop(self) -> None:
         """Ends the link for good. Nothing is reported afterwards."""
+
+    async def wait_stopped(self) -> None:
+        """Returns when a stopped link holds no resource any more."""
 
 
 class Proposer(Protocol):
@@ -73,14 +79,15 @@ class InProcessLink:
         self.address = address
         self._proposer = proposer
         self._hello: Hello | None = None
+        self._ack: HelloAck | None = None
         self._listener: LinkListener | None = None
 
     def start(self, hello: Hello, listener: LinkListener) -> None:
         self._hello, self._listener = hello, listener
         self._connect(hello, listener)
 
-    def send(self, step: ProposeStep) -> None:
-        if self._hello is None or self._listener is None:
+    def send(self, step: ProposeStep, ack: HelloAck) -> None:
+        if self._hello is None or self._listener is None or self._ack is not ack:
             return
         try:
             blocks = self._propose(self._hello.verifier_id, step)
@@ -96,15 +103,19 @@ class InProcessLink:
     def stop(self) -> None:
         if self._hello is not None:
             self._proposer.disconnect(self._hello.verifier_id)
-            self._hello = self._listener = None
+            self._hello = self._listener = self._ack = None
+
+    async def wait_stopped(self) -> None:
+        pass
 
     def _connect(self, hello: Hello, listener: LinkListener) -> None:
         try:
-            ack = self._proposer.connect(hello)
+            self._ack = self._proposer.connect(hello)
         except SpecgwError as error:
+            self._ack = None
             listener.link_down(self, str(error))
         else:
-            listener.link_up(self, ack)
+            listener.link_up(self, self._ack)
 
     def _propose(self, verifier_id: str, step: ProposeStep) -> Sequence[DraftBlock]:
         blocks = list(self._proposer.apply(verifier_id, step))

@@ -120,10 +120,15 @@ class LLM:
             self._answer(prompt, one)  # type: ignore[arg-type]
             for prompt, one in zip(many, params, strict=True)
         ]
-        for answer in answers:
-            self._submit(answer)
-        while self._answers:
-            self._scheduler.step()
+        try:
+            for answer in answers:
+                self._submit(answer)
+            while self._answers:
+                self._scheduler.step()
+        finally:  # an error or an interrupt must not leave sessions to the next call
+            for session_id in self._answers:
+                self._scheduler.inbox.cancel(session_id)
+            self._answers.clear()
         return [answer.result() for answer in answers]
 
     def _answer(self, prompt: Prompt, params: SamplingParams) -> "_Answer":
@@ -158,7 +163,7 @@ class LLM:
             if answer is None:
                 continue
             if isinstance(output, SpecgwError):
-                raise output
+                raise output  # `generate` gives the other sessions up
             if answer.add(output):
                 del self._answers[session_id]
                 self._scheduler.inbox.cancel(session_id)

@@ -19,7 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from prometheus_client import CollectorRegistry, start_http_server
 
-from specgw.channel import COMMON_OPTIONS, ERROR_NAME_KEY, RETRY_AFTER_KEY
+from specgw.channel import COMMON_OPTIONS, RETRY_AFTER_KEY
 from specgw.config import TlsSettings
 from specgw.errors import ConfigError, Overloaded, SpecgwError
 
@@ -312,11 +312,11 @@ async def _errors_as_status(method: str, context: _Context) -> AsyncIterator[Non
     try:
         yield
     except SpecgwError as error:
-        metadata = [(ERROR_NAME_KEY, type(error).__name__)]
+        metadata: tuple[tuple[str, str], ...] = ()
         if isinstance(error, Overloaded):
-            metadata.append((RETRY_AFTER_KEY, str(round(error.retry_after_s * 1000))))
+            metadata = ((RETRY_AFTER_KEY, str(round(error.retry_after_s * 1000))),)
         details = str(error)[:_MAX_DETAILS_LENGTH]
-        await context.abort(grpc.StatusCode[error.status], details, tuple(metadata))
+        await context.abort(grpc.StatusCode[error.status], details, metadata)
     except grpc.aio.AbortError:
         raise
     except Exception:

@@ -90,22 +90,23 @@ class Child:
             logger.error("service ended", extra={"service": self.spec.name, "exit_code": exit_code})
             backoff_s = _MIN_BACKOFF_S if loop.time() - began > _STABLE_S else 2 * backoff_s
             await asyncio.sleep(min(backoff_s, _MAX_BACKOFF_S))
-            with contextlib.suppress(ChildFailed):
+            try:
                 await self.start()
+            except (ChildFailed, OSError):
+                logger.exception("service not started", extra={"service": self.spec.name})
 
     async def stop(self) -> None:
         """Lets the process drain, and kills it if it does not end."""
-        self._close_pipe()
-        if self._process is None or self._process.returncode is not None:
-            return
-        with contextlib.suppress(ProcessLookupError):
-            self._process.terminate()
-        try:
-            async with asyncio.timeout(_STOP_TIMEOUT_S):
+        if self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.terminate()
+            try:
+                async with asyncio.timeout(_STOP_TIMEOUT_S):
+                    await self._process.wait()
+            except TimeoutError:
+                self._process.kill()
                 await self._process.wait()
-        except TimeoutError:
-            self._process.kill()
-            await self._process.wait()
+        self._close_pipe()  # not before: its end is a reason to drain, and SIGTERM a second one
 
     async def _spawn(self) -> asyncio.subprocess.Process:
         self._close_pipe()
@@ -148,29 +149,44 @@ async def embedded_services(args: EngineArgs) -> AsyncIterator[Sequence[Child]]:
         finally:
             for watch in watches:
                 watch.cancel()
+            await asyncio.wait(watches)
     finally:
         await asyncio.gather(*(child.stop() for child in children))
         shutil.rmtree(directory, ignore_errors=True)
 
 
 def _child_specs(args: EngineArgs, directory: Path) -> list[ChildSpec]:
+    """Writes each child's configuration. On a GPU the two share what the user lets specgw have."""
     verifier, proposer = f"unix:{directory}/verifier.sock", f"unix:{directory}/proposer.sock"
-    config_file = directory / "config.json"  # JSON is YAML
-    overrides: dict[str, dict[str, Any]] = {
-        "verifier": {"listen": verifier, "proposers": []},
+    if args.speculative_config is None:
+        config = _child_config(args, 1.0, verifier={"listen": verifier, "proposers": []})
+        return [_child_spec(directory, "verifier", verifier, config)]
+    share = args.specgw.proposer.embedded_memory_share
+    settings: dict[str, Mapping[str, Any]] = {
+        "verifier": {"listen": verifier, "proposers": [proposer]},
         "proposer": {"listen": proposer},
     }
-    specs = [ChildSpec("verifier", "verifier_svc", verifier, config_file)]
-    if args.speculative_config is not None:
-        overrides["verifier"]["proposers"] = [proposer]
-        specs.append(ChildSpec("proposer", "proposer_svc", proposer, config_file))
-    config_file.write_text(json.dumps(_child_config(args, overrides)), encoding="utf-8")
-    return specs
+    return [
+        _child_spec(directory, name, address, _child_config(args, memory_share, **settings))
+        for name, address, memory_share in (
+            ("verifier", verifier, 1 - share),
+            ("proposer", proposer, share),
+        )
+    ]
 
 
-def _child_config(args: EngineArgs, overrides: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns the effective configuration for the children, without the clients' keys."""
+def _child_spec(directory: Path, name: str, address: str, config: Mapping[str, Any]) -> ChildSpec:
+    config_file = directory / f"{name}.json"  # JSON is YAML
+    config_file.write_text(json.dumps(config), encoding="utf-8")
+    return ChildSpec(name, f"{name}_svc", address, config_file)
+
+
+def _child_config(
+    args: EngineArgs, memory_share: float, **settings: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Returns the effective configuration for a child, without the clients' keys."""
     config = args.model_dump(mode="json", exclude={"api_key"}, exclude_none=True)
-    for service, settings in overrides.items():
-        config["specgw"][service].update(settings)
+    config["gpu_memory_utilization"] *= memory_share
+    for service, own in settings.items():
+        config["specgw"][service].update(own)
     return config

@@ -164,14 +164,17 @@ class SlowLink:
         self._listener = listener
         self._inner.start(hello, self)
 
-    def send(self, step: ProposeStep) -> None:
-        self._inner.send(step)
+    def send(self, step: ProposeStep, ack: HelloAck) -> None:
+        self._inner.send(step, ack)
 
     def stop(self) -> None:
         self._inner.stop()
         for timer in self._timers:
             timer.cancel()
             timer.join()
+
+    async def wait_stopped(self) -> None:
+        await self._inner.wait_stopped()
 
     def link_up(self, link: ProposerLink, ack: HelloAck) -> None:
         assert self._listener is not None

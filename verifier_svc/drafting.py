@@ -156,7 +156,7 @@ class Drafting:
     def open(self, session: Session, now: float) -> None:
         """Opens a session that is to be drafted on a proposer, so that both prefills overlap."""
         peer = self._peer_for(session, now)
-        if peer is not None and session.draft_room() > 0:
+        if peer is not None and not peer.is_slow and session.draft_room() > 0:
             self._open_on(peer, session)
 
     def ask(self, session: Session, now: float) -> None:
@@ -197,8 +197,8 @@ class Drafting:
     def flush(self) -> None:
         """Sends each proposer one message with everything gathered for it."""
         for peer in self._peers.values():
-            if step := peer.take_step():
-                peer.link.send(step)
+            if peer.ack is not None and (step := peer.take_step()):
+                peer.link.send(step, peer.ack)
 
     # Blocks arrive.
 
@@ -210,11 +210,13 @@ class Drafting:
         self._measure(peer, session, block, now)
         draft.asked_length = draft.deadline = None
         draft.is_first = False
-        if block.reason is not None:
+        if block.reason not in (None, UndraftedReason.EMPTY):
             self._refused(peer, session, block.reason, now)
         elif block.base_length == len(session.context):
             draft.token_ids = self._usable(block, draft.asked_tokens)
             draft.reason = UndraftedReason.EMPTY
+        else:  # Late: the session went on without it.
+            self.ask(session, now)
 
     # How long to wait.
 

@@ -1,7 +1,7 @@
 """What other threads tell the engine thread, in the order they told it."""
 
 import queue
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from specgw.link import ProposerLink
@@ -42,10 +42,11 @@ class LinkDown:
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """A proposer has drafted."""
+    """A proposer has drafted. `arrived_at` is the inbox's clock at that moment."""
 
     address: str
     blocks: Sequence[DraftBlock]
+    arrived_at: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +58,13 @@ Event = Submit | Cancel | LinkUp | LinkDown | Blocks | Stop
 
 
 class Inbox:
-    """The scheduler's only door. Every method but `get` may be called from any thread.
+    """The scheduler's only door. All but `waiting` and `wait` may be called from any thread.
 
     It is the `LinkListener` of every proposer link.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
 
     def submit(self, session_id: int, request: GenerateRequest, seed: int) -> None:
@@ -84,17 +86,16 @@ class Inbox:
         self._events.put(LinkDown(link.address, detail))
 
     def blocks_arrived(self, link: ProposerLink, blocks: Sequence[DraftBlock]) -> None:
-        self._events.put(Blocks(link.address, blocks))
+        self._events.put(Blocks(link.address, blocks, self._clock()))
 
-    def get(self, timeout_s: float | None) -> Event | None:
+    def waiting(self) -> Iterator[Event]:
+        """Yields what has come so far, and not what comes meanwhile."""
+        for _ in range(self._events.qsize()):
+            yield self._events.get_nowait()
+
+    def wait(self, timeout_s: float | None) -> Event | None:
         """Returns the next event, or none after `timeout_s`; waits for ever if that is none."""
         try:
-            if timeout_s is not None and timeout_s <= 0:
-                return self._events.get_nowait()
             return self._events.get(timeout=timeout_s)
         except queue.Empty:
             return None
-
-    def is_empty(self) -> bool:
-        """Whether nothing waits to be read."""
-        return self._events.empty()

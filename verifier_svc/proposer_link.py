@@ -5,9 +5,9 @@ delivered is lost with its stream, after which the listener hears `link_down`.
 """
 
 import asyncio
-import contextlib
+import logging
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 import grpc
 
@@ -16,12 +16,16 @@ from specgw.channel import open_channel, status_to_error
 from specgw.config import TlsSettings
 from specgw.errors import SpecgwError
 from specgw.link import LinkListener
-from specgw.types import Hello, HelloAck, ProposeStep
+from specgw.types import PROTOCOL_VERSION, DraftBlock, Hello, HelloAck, ProposeStep
 from specgw.v1 import proposer_pb2, proposer_pb2_grpc
+
+logger = logging.getLogger(__name__)
 
 _HELLO_TIMEOUT_S = 10.0
 _MIN_BACKOFF_S = 0.1
 _MAX_BACKOFF_S = 5.0
+_MAX_UNREAD_STEPS = 256
+_MAX_BLOCKS = 4096  # in one message; far more than sessions
 
 
 class GrpcProposerLink:
@@ -30,18 +34,18 @@ class GrpcProposerLink:
     def __init__(self, address: str, tls: TlsSettings | None = None) -> None:
         self.address = address
         self._tls = tls
-        self._outbox: asyncio.Queue[ProposeStep] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[None] | None = None
+        self._stream: _Stream | None = None
 
     def start(self, hello: Hello, listener: LinkListener) -> None:
         """Begins to connect. Must be called on the event loop."""
         self._loop = asyncio.get_running_loop()
         self._task = self._loop.create_task(self._run(hello, listener))
 
-    def send(self, step: ProposeStep) -> None:
+    def send(self, step: ProposeStep, ack: HelloAck) -> None:
         if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._put, step)
+            self._loop.call_soon_threadsafe(self._put, step, ack)
 
     def stop(self) -> None:
         """Ends the link. Must be called on the event loop; `wait_stopped` says when it is over."""
@@ -51,59 +55,119 @@ class GrpcProposerLink:
     async def wait_stopped(self) -> None:
         """Returns when a stopped link has let go of its channel."""
         if self._task is not None:
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+            await asyncio.wait([self._task])
 
-    def _put(self, step: ProposeStep) -> None:
-        if self._outbox is not None:
-            self._outbox.put_nowait(step)
+    def _put(self, step: ProposeStep, ack: HelloAck) -> None:
+        if self._stream is not None and self._stream.ack is ack:
+            self._stream.put(step)
 
     async def _run(self, hello: Hello, listener: LinkListener) -> None:
         backoff_s = _MIN_BACKOFF_S
+        loop = asyncio.get_running_loop()
         async with open_channel(self.address, self._tls) as channel:
             stub = proposer_pb2_grpc.ProposerServiceStub(channel)
             while True:
-                began = asyncio.get_running_loop().time()
-                detail = await self._serve_stream(stub, hello, listener)
+                began = loop.time()
+                try:
+                    detail = await self._connect(stub, hello, listener)
+                except Exception as error:
+                    logger.exception("link failed", extra={"address": self.address})
+                    detail = f"the link failed: {error}"
+                finally:
+                    self._stream = None
                 listener.link_down(self, detail)
-                if asyncio.get_running_loop().time() - began > _MAX_BACKOFF_S:
+                if loop.time() - began > _MAX_BACKOFF_S:
                     backoff_s = _MIN_BACKOFF_S
                 await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
                 backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
 
-    async def _serve_stream(
+    async def _connect(
         self,
         stub: "proposer_pb2_grpc.ProposerServiceAsyncStub",
         hello: Hello,
         listener: LinkListener,
     ) -> str:
         """Keeps one stream going for as long as it lives; returns why it ended."""
-        outbox: asyncio.Queue[ProposeStep] = asyncio.Queue()
-        call = stub.Propose(_requests(hello, outbox))
-        responses = aiter(call)
+        stream = _Stream(stub, hello)
         try:
             async with asyncio.timeout(_HELLO_TIMEOUT_S):
-                ack = wire.propose_response_from_pb(await anext(responses))
-            if not isinstance(ack, HelloAck):
-                return "the proposer did not answer the greeting"
-            self._outbox = outbox
+                ack = await stream.greet()
+            self._stream = stream
             listener.link_up(self, ack)
-            async for response in responses:
-                blocks = wire.propose_response_from_pb(response)
-                if not isinstance(blocks, HelloAck):
-                    listener.blocks_arrived(self, blocks[0])
+            async for blocks in stream.blocks():
+                listener.blocks_arrived(self, blocks)
         except grpc.aio.AioRpcError as error:
             return str(status_to_error(error))
         except SpecgwError as error:
-            return f"the proposer sent a malformed message: {error}"
+            return str(error)
         except TimeoutError:
             return f"the proposer did not answer the greeting within {_HELLO_TIMEOUT_S:g} s"
-        except StopAsyncIteration:
-            return "the proposer ended the stream before the greeting"
+        except asyncio.CancelledError:
+            if stream.is_stuck:
+                return f"the proposer left {_MAX_UNREAD_STEPS} steps unread"
+            raise
         finally:
-            self._outbox = None
-            call.cancel()
+            stream.end()
         return "the proposer ended the stream"
+
+
+class _Stream:
+    """One `Propose` call: what goes out waits in a bounded queue, what comes in is checked."""
+
+    def __init__(self, stub: "proposer_pb2_grpc.ProposerServiceAsyncStub", hello: Hello) -> None:
+        self.ack: HelloAck | None = None
+        self.is_stuck = False
+        self._outbox: asyncio.Queue[ProposeStep] = asyncio.Queue()
+        self._call = stub.Propose(_requests(hello, self._outbox))
+        self._responses = aiter(self._call)
+
+    async def greet(self) -> HelloAck:
+        """Returns the proposer's answer to the greeting.
+
+        Raises:
+            SpecgwError: if it is none that can be worked with.
+        """
+        response = await anext(self._responses, None)
+        answer = _parse(response)
+        if not isinstance(answer, HelloAck):
+            raise SpecgwError("the proposer sent blocks before it answered the greeting")
+        if answer.protocol_version != PROTOCOL_VERSION or answer.max_draft_tokens < 1:
+            raise SpecgwError(
+                f"the proposer cannot be used: it speaks version {answer.protocol_version} and "
+                f"drafts at most {answer.max_draft_tokens} tokens"
+            )
+        self.ack = answer
+        return answer
+
+    async def blocks(self) -> AsyncIterator[Sequence[DraftBlock]]:
+        """Yields what is drafted until the stream ends."""
+        async for response in self._responses:
+            blocks = _parse(response)
+            if isinstance(blocks, HelloAck):
+                raise SpecgwError("the proposer answered the greeting twice")
+            yield blocks
+
+    def put(self, step: ProposeStep) -> None:
+        """Sends a step. A proposer that reads none of them any more loses the stream."""
+        if self._outbox.qsize() < _MAX_UNREAD_STEPS:
+            self._outbox.put_nowait(step)
+        elif not self.is_stuck:
+            self.is_stuck = True
+            self._call.cancel()
+
+    def end(self) -> None:
+        """Ends the call, if it has not ended."""
+        self._call.cancel()
+
+
+def _parse(response: proposer_pb2.ProposeResponse | None) -> HelloAck | Sequence[DraftBlock]:
+    """Unpacks a response. gRPC gives none for bytes that are no message."""
+    if response is None:
+        raise SpecgwError("the proposer sent a message that cannot be read")
+    if len(response.blocks.blocks) > _MAX_BLOCKS:
+        raise SpecgwError(f"the proposer sent {len(response.blocks.blocks)} blocks at once")
+    answer = wire.propose_response_from_pb(response)
+    return answer if isinstance(answer, HelloAck) else answer[0]
 
 
 async def _requests(

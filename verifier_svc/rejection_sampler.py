@@ -6,24 +6,25 @@ with probability p_i(x_i), and is lossless for any proposer, since y_i never dep
 y_i is drawn with noise keyed by (seed, position), the output does not depend on the drafts at all.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 
 def accept_matching(
-    draft_token_ids: Sequence[int], target_token_ids: Sequence[int]
+    draft_token_ids: Sequence[int], target_token_ids: Iterator[int]
 ) -> tuple[Sequence[int], int]:
     """Applies the one-hot rule to one block.
 
     Args:
         draft_token_ids: The draft tokens x_1..x_K.
-        target_token_ids: Samples y_1..y_K+1 of the target, one for each draft token and one more.
+        target_token_ids: Draws y_1..y_K+1 from the target; none is drawn after the first mismatch.
 
     Returns:
         The output tokens (accepted, then the recovered or bonus token) and the number accepted.
     """
-    num_accepted = 0
-    for draft, target in zip(draft_token_ids, target_token_ids, strict=False):
-        if draft != target:
-            break
-        num_accepted += 1
-    return target_token_ids[: num_accepted + 1], num_accepted
+    output = []
+    for num_accepted, draft in enumerate(draft_token_ids):
+        output.append(next(target_token_ids))
+        if output[-1] != draft:
+            return output, num_accepted
+    output.append(next(target_token_ids))
+    return output, len(draft_token_ids)

@@ -8,7 +8,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from specgw.engine.kv_cache import OutOfBlocks
 from specgw.errors import Overloaded, SpecgwError
@@ -19,6 +19,8 @@ from verifier_svc.session import Session, open_session
 from verifier_svc.verifier import Verified, Verifier, VerifyRows
 
 logger = logging.getLogger(__name__)
+
+_MAX_FAILED_IN_A_ROW = 3
 
 Deliver = Callable[[Sequence[tuple[int, GenerateOutput | SpecgwError]]], None]
 
@@ -73,13 +75,14 @@ class Scheduler:
         self._deliver = deliver
         self._on_step = on_step
         self._clock = clock
-        self.inbox = Inbox()
+        self.inbox = Inbox(clock)
         self._sessions: dict[int, Session] = {}
         self._running: list[Session] = []  # oldest first
         self._waiting: deque[Session] = deque()
         self._outputs: list[tuple[int, GenerateOutput | SpecgwError]] = []
         self._speculation = SpeculationStats()
         self._step_count = self._output_token_count = self._preemption_count = 0
+        self._num_failed_in_a_row = 0
         self._is_stopping = False
         self.snapshot = self._take_snapshot()
 
@@ -87,10 +90,6 @@ class Scheduler:
         """Steps until stopped; sleeps while there is nothing to do."""
         while not self._is_stopping:
             self.step()
-
-    def has_sessions(self) -> bool:
-        """Whether a request is unanswered."""
-        return bool(self._sessions) or not self.inbox.is_empty()
 
     def step(self) -> None:
         """One round for every session that is ready."""
@@ -105,19 +104,21 @@ class Scheduler:
     # 1. Drain the inbox and wait until a step can start.
 
     def _drain(self) -> None:
-        while not self._is_stopping:
+        while True:
+            for event in self.inbox.waiting():
+                self._take(event)
+            if self._is_stopping:
+                return
             now = self._clock()
             self._drafting.expire(self._running, now)
-            self._start_waiting()
+            self._start_waiting(now)
             start_at = self._start_at(now)
-            wait_s = None if start_at is None else start_at - now
-            if wait_s is None or wait_s > 0:
-                self._flush()
-            event = self.inbox.get(wait_s)
-            if event is not None:
-                self._take(event)
-            elif wait_s is not None and wait_s <= 0:
+            if start_at is not None and start_at <= now:
                 return
+            self._flush()
+            last = self.inbox.wait(None if start_at is None else start_at - now)
+            if last is not None:
+                self._take(last)
 
     def _start_at(self, now: float) -> float | None:
         """When the next step may start: none while there is nothing to do."""
@@ -146,10 +147,10 @@ class Scheduler:
                 self._drafting.link_up(address, ack)
             case LinkDown(address, detail):
                 self._drafting.link_down(address, detail, self._sessions)
-            case Blocks(address, blocks):
+            case Blocks(address, blocks, arrived_at):
                 for block in blocks:
                     if session := self._sessions.get(block.session_id):
-                        self._drafting.receive(address, block, session, self._clock())
+                        self._drafting.receive(address, block, session, arrived_at)
             case Stop():
                 self._is_stopping = True
 
@@ -157,8 +158,8 @@ class Scheduler:
         runner = self._verifier.runner
         if len(self._waiting) >= self._limits.max_waiting_requests + self._free_seqs:
             message = (
-                f"{len(self._running)} requests are running (at most {self._limits.max_num_seqs}) "
-                f"and {len(self._waiting)} waiting (at most {self._limits.max_waiting_requests})"
+                f"{len(self._sessions)} requests run or wait already, of at most "
+                f"{self._limits.max_num_seqs} and {self._limits.max_waiting_requests}"
             )
             self._outputs.append((event.session_id, Overloaded(message)))
             return
@@ -172,21 +173,23 @@ class Scheduler:
         )
         self._sessions[session.session_id] = session
         self._waiting.append(session)
-        self._drafting.open(session, self._clock())
 
-    def _start_waiting(self) -> None:
-        """Lets waiting sessions run, first come first served, as slots and KV blocks allow."""
-        kv_cache = self._verifier.runner.kv_cache
+    def _start_waiting(self, now: float) -> None:
+        """Lets waiting sessions run, first come first served, as slots and KV blocks allow.
+
+        A session starts with room for its context and a first round, or it would soon be preempted.
+        """
         while self._waiting and self._free_seqs > 0:
             session = self._waiting[0]
-            cache = kv_cache.new_sequence()
+            cache = self._verifier.runner.kv_cache.new_sequence()
             try:
-                cache.reserve(len(session.context))
+                cache.reserve(len(session.context) + max(session.draft_room(), 0))
             except OutOfBlocks:
                 cache.release()
                 return
             session.cache = cache
             self._running.append(self._waiting.popleft())
+            self._drafting.open(session, now)
 
     # 2. Build one ragged batch.
 
@@ -198,26 +201,44 @@ class Scheduler:
         """Takes decoding sessions first, then prefill chunks, oldest first, as rows allow."""
         ready = [s for s in self._running if s.draft.deadline is None]
         ready.sort(key=lambda session: not session.is_decoding)
-        batch: dict[int, tuple[Session, VerifyRows]] = {}
         budget = self._limits.max_num_batched_tokens
+        max_drafts = self._max_drafts_each(ready, budget)
+        batch: dict[int, tuple[Session, VerifyRows]] = {}
         for session in ready:
             if budget and session in self._running:
-                rows = self._reserve(session, budget, batch)
+                rows = self._reserve(session, budget, max_drafts, batch)
                 if rows is not None:
                     batch[session.session_id] = session, rows
-                    budget -= len(rows.missing_token_ids) + len(rows.draft_token_ids)
+                    budget -= rows.num_rows
         return list(batch.values())
 
+    def _max_drafts_each(self, ready: Sequence[Session], budget: int) -> int:
+        """Returns the draft tokens that leave every session its row, and prefills their part."""
+        num_decoding = sum(session.is_decoding for session in ready)
+        spare = max(budget - num_decoding, 0)
+        if num_decoding < len(ready):
+            spare //= 2
+        return spare // max(num_decoding, 1)
+
     def _reserve(
-        self, session: Session, budget: int, batch: dict[int, tuple[Session, VerifyRows]]
+        self,
+        session: Session,
+        budget: int,
+        max_drafts: int,
+        batch: dict[int, tuple[Session, VerifyRows]],
     ) -> VerifyRows | None:
-        """Makes room in the KV cache for a session's rows, at the cost of younger sessions."""
-        rows = self._rows(session, budget)
-        num_rows = len(rows.missing_token_ids) + len(rows.draft_token_ids)
+        """Makes room in the KV cache for a session's rows, at the cost of younger sessions.
+
+        Drafts are given up first: they are worth less than another session's cache.
+        """
+        rows = self._rows(session, budget, max_drafts)
         while True:
             try:
-                rows.cache.reserve(rows.cache.length + num_rows)
+                rows.cache.reserve(rows.cache.length + rows.num_rows)
             except OutOfBlocks:
+                if rows.draft_token_ids:
+                    rows = replace(rows, draft_token_ids=())
+                    continue
                 youngest = self._running[-1]
                 self._preempt(youngest)
                 batch.pop(youngest.session_id, None)
@@ -226,7 +247,7 @@ class Scheduler:
             else:
                 return rows
 
-    def _rows(self, session: Session, budget: int) -> VerifyRows:
+    def _rows(self, session: Session, budget: int, max_drafts: int) -> VerifyRows:
         assert session.cache is not None  # running sessions have one
         first = session.cache.length
         missing = session.context[first : first + budget]
@@ -236,7 +257,7 @@ class Scheduler:
             cache=session.cache,
             context_length=len(session.context),
             missing_token_ids=missing,
-            draft_token_ids=draft[: budget - len(missing)],
+            draft_token_ids=draft[: min(max_drafts, budget - len(missing))],
             is_complete=is_complete,
             sampling_params=session.request.sampling_params,
             seed=session.seed,
@@ -249,7 +270,7 @@ class Scheduler:
         session.draft.take()
         self._release(session)
         self._preemption_count += 1
-        logger.info("session preempted", extra={"session_id": session.session_id})
+        logger.info("session preempted", extra={"request_id": session.request.request_id})
 
     # 3. Run the target model and verify.
 
@@ -262,14 +283,18 @@ class Scheduler:
             for session, _ in batch:
                 self._outputs.append((session.session_id, SpecgwError("the target model failed")))
                 self._end(session)
+            self._num_failed_in_a_row += 1
+            if self._num_failed_in_a_row == _MAX_FAILED_IN_A_ROW:  # it will not recover by itself
+                self._flush()
+                raise
             return None
+        self._num_failed_in_a_row = 0
         self._report(batch, self._clock() - began)
         return verified
 
     def _report(self, batch: Sequence[tuple[Session, VerifyRows]], forward_s: float) -> None:
         self._step_count += 1
-        num_rows = sum(len(r.missing_token_ids) + len(r.draft_token_ids) for _, r in batch)
-        self._on_step(StepReport(num_rows, forward_s))
+        self._on_step(StepReport(sum(rows.num_rows for _, rows in batch), forward_s))
         if all(len(rows.missing_token_ids) == 1 for _, rows in batch):
             self._drafting.step_s = moving_average(self._drafting.step_s, forward_s)
 
@@ -325,7 +350,7 @@ class Scheduler:
     # 5. Tell callers and proposers.
 
     def _flush(self) -> None:
-        """Sends outputs, then commits: callers wait for the former, drafts for the latter."""
+        """Sends commits first, so that drafts are under way while callers get their outputs."""
         self._drafting.flush()
         self.snapshot = self._take_snapshot()
         if self._outputs:

@@ -99,6 +99,7 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
         """Ends the links and the engine thread. Calls still open end with UNAVAILABLE."""
         for link in self._links:
             link.stop()
+        await asyncio.gather(*(link.wait_stopped() for link in self._links))
         self._scheduler.inbox.stop()
         await asyncio.to_thread(self._thread.join)
         self._fail_all(NotReady("the verifier has stopped"))

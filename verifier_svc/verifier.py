@@ -3,13 +3,14 @@
 Knows nothing of sessions' lives, proposers or clocks: caches and tokens in, output tokens out.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from specgw.engine.model_runner import ModelRunner, SequenceChunk
-from specgw.engine.sampling import RowSampling, sample
+from torch import Tensor
 
 from specgw.engine.kv_cache import SequenceCache
+from specgw.engine.model_runner import ModelRunner, SequenceChunk
+from specgw.engine.sampling import RowSampling, sample
 from specgw.types import SamplingParams
 from verifier_svc.rejection_sampler import accept_matching
 
@@ -30,6 +31,16 @@ class VerifyRows:
     sampling_params: SamplingParams
     seed: int
 
+    @property
+    def num_rows(self) -> int:
+        """Rows of the forward pass."""
+        return len(self.missing_token_ids) + len(self.draft_token_ids)
+
+    @property
+    def num_logits(self) -> int:
+        """Last rows whose logits are needed: one for each draft token, and one more."""
+        return len(self.draft_token_ids) + 1 if self.is_complete else 0
+
 
 @dataclass(frozen=True, slots=True)
 class Verified:
@@ -47,43 +58,46 @@ class Verifier:
 
     def verify(self, batch: Sequence[VerifyRows]) -> list[Verified]:
         """Runs one forward pass and leaves exactly the accepted tokens in every cache."""
-        logits = self.runner.forward([_chunk(rows) for rows in batch])
-        sampled = sample(logits, [row for rows in batch for row in _sampling_rows(rows)])
+        logits = self.runner.forward([_chunk(rows) for rows in batch])  # [num_logits, vocab_size]
+        most_probable = logits.argmax(-1).tolist()
         results = []
         first = 0
         for rows in batch:
-            last = first + _num_logits(rows)
-            results.append(_accept(rows, sampled[first:last]))
+            last = first + rows.num_logits
+            if rows.sampling_params.is_greedy:
+                draws = iter(most_probable[first:last])
+            else:
+                draws = _draws(rows, logits[first:last])
+            results.append(_accept(rows, draws))
             first = last
         return results
 
 
-def _num_logits(rows: VerifyRows) -> int:
-    return len(rows.draft_token_ids) + 1 if rows.is_complete else 0
-
-
 def _chunk(rows: VerifyRows) -> SequenceChunk:
     token_ids = [*rows.missing_token_ids, *rows.draft_token_ids]
-    return SequenceChunk(rows.cache, token_ids, _num_logits(rows))
+    return SequenceChunk(rows.cache, token_ids, rows.num_logits)
 
 
-def _sampling_rows(rows: VerifyRows) -> list[RowSampling]:
+def _draws(
+    rows: VerifyRows,
+    logits: Tensor,  # [num_logits, vocab_size]
+) -> Iterator[int]:
+    """Draws the target's token of one row after the other, as far as they are asked for."""
     params = rows.sampling_params
-    return [
-        RowSampling(
+    for offset in range(len(logits)):
+        row = RowSampling(
             temperature=params.temperature,
             top_p=params.top_p,
             top_k=params.top_k,
             seed=rows.seed,
             position=rows.context_length + offset,
         )
-        for offset in range(_num_logits(rows))
-    ]
+        yield sample(logits[offset : offset + 1], [row])[0]
 
 
-def _accept(rows: VerifyRows, sampled: Sequence[int]) -> Verified:
+def _accept(rows: VerifyRows, draws: Iterator[int]) -> Verified:
     if not rows.is_complete:
         return Verified((), 0)
-    output, num_accepted = accept_matching(rows.draft_token_ids, sampled)
+    output, num_accepted = accept_matching(rows.draft_token_ids, draws)
     rows.cache.truncate(rows.context_length + num_accepted)
     return Verified(output, num_accepted)

@@ -236,7 +236,8 @@ def _default_capacity(
 ) -> int:
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        return int(free - (1 - options.memory_fraction) * total) // token_bytes
+        own = int(options.memory_fraction * total) - torch.cuda.memory_allocated(device)
+        return max(0, min(free, own)) // token_bytes
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     full = options.max_num_seqs * -(-max_model_len // BLOCK_SIZE) * BLOCK_SIZE
     return min(full, int(_CPU_MEMORY_SHARE * memory) // token_bytes)

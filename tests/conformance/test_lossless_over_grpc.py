@@ -42,6 +42,7 @@ async def test_any_proposer_leaves_greedy_output_unchanged(
         address = await stack.enter_async_context(scripted_proposer(proposer))
         args = verifier_args([address], num_draft_tokens)
         verifier = await stack.enter_async_context(running_verifier(random_runner, args))
+        await verifier.connected()
 
         together = await asyncio.gather(*(verifier.generate(p, GREEDY) for p in PROMPTS))
         alone = await verifier.generate(PROMPTS[3], GREEDY)

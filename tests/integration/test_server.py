@@ -23,14 +23,12 @@ from specgw.config import TlsSettings
 from specgw.errors import (
     Cancelled,
     ConfigError,
-    ContextMismatch,
     DeadlineExceeded,
     IncompatibleModels,
     InvalidRequest,
     ModelNotFound,
     NotReady,
     Overloaded,
-    SessionNotFound,
     SpecgwError,
 )
 from specgw.server import (
@@ -112,8 +110,6 @@ async def serve(
     [
         InvalidRequest("step.commit[0].base_length", -3, "must be at least 0"),
         ModelNotFound("no model x"),
-        SessionNotFound("no session 7"),
-        ContextMismatch("holds 5 tokens"),
         IncompatibleModels(["vocabulary: differs", "protocol_version: differs"]),
         NotReady("draining"),
         Cancelled("gone"),

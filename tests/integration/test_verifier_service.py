@@ -184,7 +184,7 @@ async def test_a_full_queue_is_resource_exhausted(long_runner: ModelRunner) -> N
         running.cancel()
 
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert "1 requests are running (at most 1)" in (caught.value.details() or "")
+    assert "1 requests run or wait already, of at most 1 and 0" in (caught.value.details() or "")
 
 
 async def test_the_description_says_what_runs(long_runner: ModelRunner) -> None:

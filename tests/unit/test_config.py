@@ -58,8 +58,22 @@ def draft(**changes: Any) -> dict[str, Any]:
         (draft(parallel_drafting=True), "parallel_drafting is a key of vLLM that specgw does not"),
         (draft(num_speculative_token=4), "did you mean num_speculative_tokens?"),
         (
-            {**draft(), "max_num_batched_tokens": 4},
-            "max_num_batched_tokens must be at least num_speculative_tokens + 1 = 5, got 4",
+            {**draft(), "max_num_seqs": 2, "max_num_batched_tokens": 4},
+            "max_num_batched_tokens must be at least max_num_seqs and num_speculative_tokens + 1, "
+            "here 5, got 4",
+        ),
+        (
+            {"model": "m", "max_num_seqs": 300, "max_num_batched_tokens": 256},
+            "max_num_batched_tokens must be at least max_num_seqs",
+        ),
+        ({"model": "m", "api_key": ""}, "api_key.0: String should have at least 1 character"),
+        (
+            {"model": "m", "specgw": {"gateway": {"queue_timeout_s": float("inf")}}},
+            "specgw.gateway.queue_timeout_s: Input should be less than or equal to 86400",
+        ),
+        (
+            {"model": "m", "specgw": {"tls": {"certificate_file": "/a", "private_key_file": "/b"}}},
+            "specgw.tls.certificate_file: Path does not point to a file",
         ),
     ],
 )

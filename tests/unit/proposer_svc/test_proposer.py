@@ -551,10 +551,11 @@ def test_the_core_works_behind_the_in_process_link() -> None:
     link, listener = InProcessLink(proposer), Recorder()
 
     link.start(hello("x"), listener)
-    link.send(ProposeStep([OpenSession(1, [1, 2])], [Commit(1, 2, [7], 4), Commit(5, 2, [7], 4)]))
+    assert listener.ack is not None
+    step = ProposeStep([OpenSession(1, [1, 2])], [Commit(1, 2, [7], 4), Commit(5, 2, [7], 4)])
+    link.send(step, listener.ack)
     link.stop()
 
     tokens = {block.session_id: list(block.token_ids) for block in listener.blocks}
     assert tokens == {5: [], 1: toy_continuation([1, 2, 7], 4)}
-    assert listener.ack is not None
     assert proposer.load().session_count == 0

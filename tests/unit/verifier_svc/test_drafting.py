@@ -31,10 +31,13 @@ class RecordingLink:
     def start(self, hello: Hello, listener: LinkListener) -> None:
         raise NotImplementedError
 
-    def send(self, step: ProposeStep) -> None:
+    def send(self, step: ProposeStep, ack: HelloAck) -> None:
         self.sent.append(step)
 
     def stop(self) -> None:
+        raise NotImplementedError
+
+    async def wait_stopped(self) -> None:
         raise NotImplementedError
 
 
@@ -136,7 +139,7 @@ def test_only_ids_of_the_vocabulary_that_were_asked_for_are_used(
     assert session.draft.take() == usable
 
 
-def test_a_late_session_asks_again_only_after_the_late_block_came(bench: Bench) -> None:
+def test_a_late_session_asks_again_when_the_late_block_comes(bench: Bench) -> None:
     session = new_session(1)
     bench.ask(session)
     bench.now += TIMEOUT_S
@@ -147,9 +150,12 @@ def test_a_late_session_asks_again_only_after_the_late_block_came(bench: Bench) 
     bench.ask(session)
     assert len(bench.links[0].sent) == sent
     bench.drafting.receive("one", DraftBlock(1, 4, (8,)), session, bench.now)
-    step = bench.ask(session)
+    bench.drafting.flush()
 
-    assert [(c.base_length, c.token_ids) for c in step.commit] == [(4, (7, 7))]
+    commits = bench.links[0].sent[-1].commit
+    assert [(c.base_length, c.token_ids) for c in commits] == [(4, (7,))]
+    assert session.draft.deadline is not None
+    assert session.draft.take() == ()
 
 
 def test_the_deadline_follows_the_proposers_answers(bench: Bench) -> None:

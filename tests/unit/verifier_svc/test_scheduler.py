@@ -182,7 +182,7 @@ def test_a_full_queue_refuses_with_the_number(random_runner: ModelRunner) -> Non
     errors = [verifier.answers[session_id].error for session_id in ids]
     assert errors[:3] == [None, None, None]
     assert isinstance(errors[3], Overloaded)
-    assert "2 requests are running (at most 2) and 1 waiting (at most 1)" in str(errors[3])
+    assert str(errors[3]) == "3 requests run or wait already, of at most 2 and 1"
 
 
 def test_waiting_requests_run_when_slots_come_free(random_runner: ModelRunner) -> None:
