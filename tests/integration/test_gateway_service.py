@@ -1020,6 +1020,26 @@ class TestGrpc:
         assert facts.target_model.name == "scripted"
         assert health.status == health_pb2.HealthCheckResponse.SERVING
 
+    async def test_the_target_model_is_told_from_the_first_verifier_on_even_if_it_is_lost(
+        self, make_verifier: MakeVerifier, run_gateway: RunGateway
+    ) -> None:
+        request = gateway_pb2.GetGatewayInfoRequest()
+        async with AsyncExitStack() as stack:
+            async with scripted_verifier.serving(make_verifier()) as server:
+                address = server.addresses[0]
+                gateway = await stack.enter_async_context(run_gateway(address))
+                await all_serving(gateway, 1)
+            await until(lambda: not gateway.router.is_ready)
+            nowhere = await stack.enter_async_context(run_gateway(address))
+            infos = []
+            for one in (gateway, nowhere):
+                async with open_channel(one.grpc_addresses[0]) as channel:
+                    stub = gateway_pb2_grpc.GatewayServiceStub(channel)
+                    infos.append(await stub.GetGatewayInfo(request, timeout=5))
+
+        assert infos[0].target_model.name == "scripted"
+        assert not infos[1].HasField("target_model")
+
     async def test_a_bad_request_names_its_field(
         self, make_verifier: MakeVerifier, run_gateway: RunGateway
     ) -> None:
