@@ -41,7 +41,8 @@ under the same names, `speculative_config` has vLLM's keys, and what is specgw's
 `specgw`. `-` and `_` are the same in keys. Flags beat environment variables, which beat the file,
 which beats the defaults: `--port 8001`, `SPECGW_PORT=8001`, `port: 8001`. A variable with two
 underscores reaches into `specgw`: `SPECGW_VERIFIER__LISTEN=127.0.0.1:7000`. An unknown key is an
-error that names the nearest one.
+error that names the nearest one. Kubernetes sets `SPECGW_PORT` and the like for a Service named
+`specgw`: give such pods `enableServiceLinks: false`.
 
 Without arguments `specgw serve` uses `configs/tiny.yaml`, the bundled tiny models.
 `configs/split.yaml` is what `compose.yaml` mounts.
