@@ -72,6 +72,7 @@ class OpenAIApi:
         model = self._served(body.model)
         params = body.sampling_params(self._sampling_defaults)
         request_id = _request_id(request, body.request_id)
+        self._check_count(len(body.prompts))
         generations = [
             self._builder.build(
                 f"{request_id}-{index}",
@@ -166,6 +167,16 @@ class OpenAIApi:
         messages = [message.for_template() for message in body.messages]
         text = await self._tokenizer.render_chat(messages, body.template_options())
         return await self._tokenizer.encode(text, add_special_tokens=body.add_special_tokens)
+
+    def _check_count(self, num_prompts: int) -> None:
+        """Refuses more prompts in one request than the gateway takes as requests."""
+        settings = self._args.specgw.gateway
+        running, queued = settings.max_concurrent_requests, settings.max_queued_requests
+        if num_prompts > running + queued:
+            rule = (
+                f"must be at most {running + queued} prompts ({running} running, {queued} queued)"
+            )
+            raise InvalidRequest("prompt", num_prompts, f"must be at most {limit}")
 
     def _served(self, model: str | None) -> str:
         names = self._args.served_model_names

@@ -571,7 +571,26 @@ class TestLoad:
         assert {one.json()["choices"][0]["text"] for one in answers} == {TEXT}
         assert (gateway.admission.running_count, gateway.admission.waiting_count) == (0, 0)
 
-    async def test_more_prompts_than_slots_do_not_overflow_the_queue(
+    async def test_more_prompts_than_slots_leave_the_queue_to_others(
+        self, make_verifier: MakeVerifier, run_gateway: RunGateway
+    ) -> None:
+        verifier = make_verifier(hold_at=0)
+        limits = {"max_concurrent_requests": 2, "max_queued_requests": 2}
+        async with (
+            ready(run_gateway, [verifier], settings=limits) as gateway,
+            http(gateway) as client,
+        ):
+            body = {"prompt": [[1]] * 4}
+            running = asyncio.create_task(client.post("/v1/completions", json=body))
+            await verifier.opened(2)
+            waiting_count = gateway.admission.waiting_count
+            verifier.released.set()
+            answer = await running
+
+        assert waiting_count == 0
+        assert len(answer.json()["choices"]) == 4
+
+    async def test_more_prompts_than_slots_and_queue_are_refused(
         self, make_verifier: MakeVerifier, run_gateway: RunGateway
     ) -> None:
         limits = {"max_concurrent_requests": 2, "max_queued_requests": 2}
@@ -579,9 +598,11 @@ class TestLoad:
             ready(run_gateway, [make_verifier()], settings=limits) as gateway,
             http(gateway) as client,
         ):
-            answer = await client.post("/v1/completions", json={"prompt": [[1]] * 20})
+            answer = await client.post("/v1/completions", json={"prompt": [[1]] * 5})
 
-        assert len(answer.json()["choices"]) == 20
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, "prompt")
+        assert "at most 4 prompts (2 running, 2 queued), got 5" in error["message"]
 
     async def test_a_client_that_leaves_the_queue_takes_no_slot(
         self, make_verifier: MakeVerifier, run_gateway: RunGateway
