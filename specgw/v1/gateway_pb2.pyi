@@ -191,7 +191,7 @@ class GetGatewayInfoResponse(_message.Message):
 
     @_builtins.property
     def target_model(self) -> _types_pb2.ModelDescription:
-        """The target model as reported by the first of these verifiers that was ever reached. Absent until one was."""
+        """The target model as reported by the first of the verifiers that was ever reached. Absent until one was."""
 
     @_builtins.property
     def verifier_addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
