@@ -173,9 +173,7 @@ class OpenAIApi:
         settings = self._args.specgw.gateway
         running, queued = settings.max_concurrent_requests, settings.max_queued_requests
         if num_prompts > running + queued:
-            rule = (
-                f"must be at most {running + queued} prompts ({running} running, {queued} queued)"
-            )
+            limit = f"{running + queued} prompts ({running} running, {queued} queued)"
             raise InvalidRequest("prompt", num_prompts, f"must be at most {limit}")
 
     def _served(self, model: str | None) -> str:

@@ -507,8 +507,9 @@ class TestRefusals:
                 b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
                 b"content-type: application/json\r\ncontent-length: 99999999\r\n\r\n"
             )
-            answer = await reader.read()
+            answer = await reader.readuntil(b"}}")
             writer.close()
+            await writer.wait_closed()
 
         assert answer.startswith(b"HTTP/1.1 413 ")
         assert b'"type":"BadRequestError"' in answer
