@@ -42,9 +42,9 @@ FOREIGN = Shape(FOREIGN_VOCAB_SIZE, 2, 160, 384, heads=4, kv_heads=2, head_dim=3
 STEPS = {
     "shallow": 500,
     "target": 400,
-    "draft_corpus": 400,
-    "draft": 400,
-    "pard": 400,
+    "draft_corpus": 1000,
+    "draft": 1000,
+    "pard": 1200,
     "foreign_corpus": 350,
     "foreign": 300,
 }
