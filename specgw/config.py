@@ -96,9 +96,11 @@ class GatewaySettings(_Frozen):
     verifiers: tuple[str, ...] = ()
     """Verifiers to use. None means that `specgw serve` starts its own."""
     max_concurrent_requests: PositiveInt = 64
-    """Most requests answered at once."""
+    """Most requests answered at once, whatever the verifiers have room for."""
+    max_concurrent_requests_per_key: PositiveInt | None = None
+    """Most requests answered at once for one API key; as many again may wait. None means any."""
     max_queued_requests: Annotated[int, Field(ge=0)] = 256
-    """Most requests that wait for that; more are refused with 429."""
+    """Most requests that wait for room; more are refused with 429."""
     queue_timeout_s: Seconds = 60.0
     """Longest wait before a request is refused with 429."""
     request_timeout_s: Seconds = 600.0
@@ -122,6 +124,8 @@ class VerifierSettings(_Frozen):
     """Threads of each operator. None leaves it to torch."""
     kv_cache_tokens: PositiveInt | None = None
     """Size of the KV cache. None takes what memory allows."""
+    cpu_memory_fraction: Annotated[float, Field(gt=0, le=1)] = 0.25
+    """Most of the host's memory for the KV cache of a model on the CPU."""
     max_waiting_requests: Annotated[int, Field(ge=0)] = 256
     """Most requests that wait for one of the `max_num_seqs` places; more are refused."""
     draft_timeout_s: Seconds = 1.0
@@ -143,6 +147,8 @@ class ProposerSettings(_Frozen):
     """Threads of each operator. None leaves it to torch."""
     kv_cache_tokens: PositiveInt | None = None
     """Size of the KV cache. None takes what memory allows."""
+    cpu_memory_fraction: Annotated[float, Field(gt=0, le=1)] = 0.25
+    """Most of the host's memory for the KV cache of a model on the CPU."""
     max_sessions: PositiveInt = 64
     """Most sessions over all verifiers; others decode without drafts."""
     max_num_batched_tokens: PositiveInt = 2048
