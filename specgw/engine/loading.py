@@ -19,12 +19,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from specgw.config import EngineArgs
 from specgw.engine import decoder
 from specgw.engine.attention import Batch
-from specgw.engine.checkpoint import Checkpoint, weight_files
+from specgw.engine.checkpoint import Checkpoint
 from specgw.engine.kv_cache import BLOCK_SIZE, KVCache
 from specgw.engine.model_runner import ModelRunner
 from specgw.engine.transformers_model import TransformersModel
 from specgw.errors import ConfigError
-from specgw.model_files import resolve_model
+from specgw.model_files import resolve_model, weight_files
 from specgw.types import ModelDescription
 from specgw.vocab import vocab_fingerprint
 
@@ -90,7 +90,7 @@ def draft_options(args: EngineArgs) -> ModelOptions:
         model=args.speculative_config.model,
         dtype=args.dtype,
         device=args.device,
-        max_model_len=args.max_model_len,
+        max_model_len=args.speculative_config.max_model_len or args.max_model_len,
         accept_shorter=True,
         kv_cache_tokens=settings.kv_cache_tokens,
         memory_fraction=args.gpu_memory_utilization,
