@@ -15,6 +15,7 @@ from specgw import wire
 from specgw.channel import open_channel, status_to_error
 from specgw.config import TlsSettings
 from specgw.errors import SpecgwError
+from specgw.handshake import greeting_mismatches
 from specgw.link import LinkListener
 from specgw.types import Hello, HelloAck, ProposeStep
 from specgw.v1 import proposer_pb2, proposer_pb2_grpc
@@ -86,6 +87,8 @@ class GrpcProposerLink:
                 ack = wire.propose_response_from_pb(await anext(responses))
             if not isinstance(ack, HelloAck):
                 return "the proposer did not answer the greeting"
+            if mismatches := greeting_mismatches(hello, ack):
+                return "\n".join(mismatches)
             self._outbox = outbox
             listener.link_up(self, ack)
             async for response in responses:

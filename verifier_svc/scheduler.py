@@ -10,10 +10,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from specgw.budget import decode_rows
 from specgw.engine.kv_cache import OutOfBlocks
 from specgw.errors import Overloaded, SpecgwError
-from specgw.types import GenerateOutput, SpeculationStats
-from verifier_svc.drafting import Drafting, PeerStatus, moving_average
+from specgw.types import GenerateOutput, ProposerStatus, SpeculationStats
+from verifier_svc.drafting import Drafting, moving_average
 from verifier_svc.inbox import Blocks, Cancel, Event, Inbox, LinkDown, LinkUp, Stop, Submit
 from verifier_svc.session import Session, open_session
 from verifier_svc.verifier import Verified, Verifier, VerifyRows
@@ -43,7 +44,7 @@ class Snapshot:
     step_count: int
     output_token_count: int
     preemption_count: int
-    proposers: tuple[PeerStatus, ...]
+    proposers: tuple[ProposerStatus, ...]
     speculation: SpeculationStats
 
 
@@ -195,17 +196,29 @@ class Scheduler:
         return self._limits.max_num_seqs - len(self._running)
 
     def _build_batch(self) -> list[tuple[Session, VerifyRows]]:
-        """Takes decoding sessions first, then prefill chunks, oldest first, as rows allow."""
+        """Takes decoding sessions first, then prefill chunks, oldest first, as rows allow.
+
+        Every decoding session gets a row before any gets more for its drafts, and drafts leave room
+        for one prefill chunk.
+        """
         ready = [s for s in self._running if s.draft.deadline is None]
         ready.sort(key=lambda session: not session.is_decoding)
         batch: dict[int, tuple[Session, VerifyRows]] = {}
-        budget = self._limits.max_num_batched_tokens
-        for session in ready:
+        budget = room = self._limits.max_num_batched_tokens
+        num_decoding = sum(session.is_decoding for session in ready)
+        if num_decoding < len(ready):
+            room = decode_rows(budget, 1 + self._limits.max_draft_tokens)
+        for number, session in enumerate(ready, start=1):
             if budget and session in self._running:
-                rows = self._reserve(session, budget, batch)
+                limit = budget
+                if number <= num_decoding:
+                    limit = min(budget, max(1, room - (num_decoding - number)))
+                rows = self._reserve(session, limit, batch)
                 if rows is not None:
                     batch[session.session_id] = session, rows
-                    budget -= len(rows.missing_token_ids) + len(rows.draft_token_ids)
+                    num_rows = len(rows.missing_token_ids) + len(rows.draft_token_ids)
+                    budget -= num_rows
+                    room -= num_rows
         return list(batch.values())
 
     def _reserve(
