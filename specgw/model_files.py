@@ -11,16 +11,18 @@ from specgw.errors import ConfigError
 
 _TINY_MODELS = Path(__file__).parent / "tiny_models"
 _TINY_PREFIX = "tiny/"
-_NEEDED_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+_WEIGHTS = "*.safetensors"
+_NEEDED_FILES = ["*.json", _WEIGHTS, "*.model", "*.txt", "*.jinja"]
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
-def resolve_model(model: str) -> Path:
+def resolve_model(model: str, with_weights: bool = True) -> Path:
     """Returns the directory of a model.
 
     Args:
         model: `tiny/NAME` for a bundled model; a path; else a Hugging Face hub id, looked up on
             the network or, failing that, in the local cache.
+        with_weights: Whether weights are fetched too if the model comes from the hub.
 
     Raises:
         ConfigError: if there is no such model.
@@ -33,7 +35,8 @@ def resolve_model(model: str) -> Path:
     if path.is_absolute() or model.startswith((".", "~")):
         raise ConfigError([f"{model}: there is no such directory"])
     try:
-        return Path(snapshot_download(model, allow_patterns=_NEEDED_FILES))
+        patterns = [one for one in _NEEDED_FILES if with_weights or one != _WEIGHTS]
+        return Path(snapshot_download(model, allow_patterns=patterns))
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(
@@ -62,6 +65,11 @@ def weight_files(model_dir: Path) -> list[Path]:
             ]
         )
     raise ConfigError([f"{model_dir}: there is no *.safetensors file"])
+
+
+def is_on_hub(model: str) -> bool:
+    """Whether a name stands for a model of the hub rather than for a directory."""
+    return not model.startswith(_TINY_PREFIX) and not Path(model).expanduser().is_dir()
 
 
 def read_config(model_dir: Path) -> dict[str, Any]:
