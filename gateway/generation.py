@@ -11,6 +11,7 @@ from contextlib import aclosing
 
 from gateway.admission import Admission
 from gateway.detokenizer import Detokenizer, TextOutput
+from gateway.ledger import Demand
 from gateway.metrics import Metrics
 from gateway.routing import Router
 from gateway.tokenizer import Tokenizer
@@ -35,19 +36,24 @@ class TextGenerator:
         self._metrics = metrics
         self._request_timeout_s = request_timeout_s
         metrics.watch_load(lambda: admission.running_count, lambda: admission.waiting_count)
+        metrics.watch_ledger(admission.ledger)
 
     @property
-    def max_running(self) -> int:
-        """Most requests answered at once."""
-        return self._admission.max_running
+    def max_at_once(self) -> int:
+        """Requests of one caller that may be answered at once."""
+        return self._admission.max_at_once
 
     async def generate(
-        self, request: GenerateRequest, timeout_s: float | None = None
+        self,
+        request: GenerateRequest,
+        timeout_s: float | None = None,
+        caller: int | None = None,
     ) -> AsyncGenerator[TextOutput, None]:
         """Streams the answer. Leaving the iteration early ends the work everywhere.
 
         If the answer breaks off with an error, all text generated before was yielded. `timeout_s`
-        is what the caller has left; the configured timeout holds as well.
+        is what the client has left; the configured timeout holds as well. `caller` is the number of
+        the client's API key, if there are keys.
         """
         timer = self._metrics.time_request()
         limits = (self._request_timeout_s, timeout_s)
@@ -55,11 +61,13 @@ class TextGenerator:
         detokenizer = Detokenizer(self._tokenizer.backend, request, self._tokenizer.eos_token_id)
         stats = SpeculationStats()
         try:
+            self._router.check_ready()
             async with (
-                self._admission.slot(),
-                aclosing(self._router.generate(request, deadline)) as outputs,
+                self._admission.slot(_demand(request), caller, deadline) as slot,
+                aclosing(self._router.generate(request, slot, deadline)) as outputs,
             ):
                 timer.admitted(len(request.prompt_token_ids))
+                self._metrics.count_undrafted_request(slot.claim.undrafted)
                 async for output in outputs:
                     text_output = detokenizer.push(output)
                     stats = text_output.speculation
@@ -80,3 +88,9 @@ class TextGenerator:
         finally:
             self._metrics.count_speculation(stats)
         yield text_output
+
+
+def _demand(request: GenerateRequest) -> Demand:
+    max_tokens = request.sampling_params.max_tokens
+    assert max_tokens is not None, "the request builder sets it"
+    return Demand(len(request.prompt_token_ids), max_tokens, request.max_draft_tokens)

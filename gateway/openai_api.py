@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from gateway.api_keys import ApiKeyGuard
+from gateway.api_keys import ApiKeyGuard, caller_of
 from gateway.concurrency import run_together
 from gateway.event_stream import EventSender, EventStream, run_until_disconnect
 from gateway.generation import TextGenerator
@@ -194,13 +194,14 @@ class OpenAIApi:
             for index, generation in enumerate(generations)
         ]
         headers = {"x-request-id": form.response_id}
+        caller = caller_of(request.scope)
         if not body.stream:
-            work = self._collect(form, answers, generations)
+            work = self._collect(form, answers, generations, caller)
             status, content = await run_until_disconnect(request.receive, work)
             return JSONResponse(content, status, headers)
 
         async def produce(events: EventSender) -> None:
-            await self._stream(events, body, form, answers, generations)
+            await self._stream(events, body, form, answers, generations, caller)
 
         return EventStream(produce, headers)
 
@@ -209,16 +210,17 @@ class OpenAIApi:
         form: CompletionFormat,
         answers: Sequence[Answer],
         generations: Sequence[GenerateRequest],
+        caller: int | None,
     ) -> tuple[int, Body]:
         """Returns status and body. If the work broke off, the body has the error and what came."""
 
         async def collect(answer: Answer, generation: GenerateRequest) -> None:
-            async with aclosing(self._generator.generate(generation)) as outputs:
+            async with aclosing(self._generator.generate(generation, caller=caller)) as outputs:
                 async for output in outputs:
                     answer.add(output)
 
         try:
-            await run_together(collect, answers, generations, at_once=self._generator.max_running)
+            await run_together(collect, answers, generations, at_once=self._generator.max_at_once)
         except SpecgwError as error:
             if not any(answer.token_ids for answer in answers):
                 raise
@@ -232,11 +234,12 @@ class OpenAIApi:
         form: CompletionFormat,
         answers: Sequence[Answer],
         generations: Sequence[GenerateRequest],
+        caller: int | None,
     ) -> None:
         """Sends all answers, their chunks mixed. An error after the first chunk is the last one."""
 
         async def stream(answer: Answer, generation: GenerateRequest) -> None:
-            async with aclosing(self._generator.generate(generation)) as outputs:
+            async with aclosing(self._generator.generate(generation, caller=caller)) as outputs:
                 async for output in outputs:
                     opening = form.opening(answer) if answer.last is None else None
                     answer.add(output)
@@ -245,7 +248,7 @@ class OpenAIApi:
                         await events.send(event)
 
         try:
-            await run_together(stream, answers, generations, at_once=self._generator.max_running)
+            await run_together(stream, answers, generations, at_once=self._generator.max_at_once)
         except SpecgwError as error:
             if not events.has_begun:
                 raise

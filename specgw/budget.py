@@ -7,7 +7,6 @@ verifier's scheduler and the proposer's batches all count with it. Pure numbers.
 from dataclasses import dataclass
 
 from specgw.config import SpeculativeConfig
-from specgw.slots import extra_slots, kv_lookahead
 from specgw.types import HelloAck, VerifierInfo
 
 # Prefill rows that decoding leaves room for in a step, and the most prefill rows beside a block
@@ -46,6 +45,9 @@ class Budget:
         )
 
 
+NOTHING = Budget()
+
+
 @dataclass(frozen=True, slots=True)
 class DraftSlots:
     """What drafting takes of one request's services beyond the request's own tokens."""
@@ -58,8 +60,7 @@ def draft_slots(config: SpeculativeConfig | None) -> DraftSlots:
     """Returns the configured method's row of the slot tables."""
     if config is None:
         return DraftSlots()
-    count = config.num_speculative_tokens
-    return DraftSlots(extra_slots(config.method, count), kv_lookahead(config.method, count))
+    return DraftSlots(config.extra_slots, config.kv_lookahead)
 
 
 def decode_rows(max_num_batched_tokens: int, rows_per_session: int) -> int:

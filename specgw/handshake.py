@@ -7,7 +7,7 @@ verifier in the answer, which an older proposer may have given without looking.
 from pathlib import PurePath
 
 from specgw.budget import DraftSlots, draft_slots
-from specgw.config import EngineArgs, SpeculativeConfig
+from specgw.config import EngineArgs
 from specgw.types import PROTOCOL_VERSION, Hello, HelloAck, ModelDescription, VerifierInfo
 
 
@@ -20,7 +20,7 @@ def build_hello(verifier_id: str, target_model: ModelDescription, args: EngineAr
         target_model,
         config.num_speculative_tokens,
         method=config.method,
-        draft_model=_draft_model(config),
+        draft_model=config.model if config.has_draft_checkpoint else "",
         extra_slots_per_session=draft_slots(config).extra_rows,
     )
 
@@ -115,7 +115,3 @@ def _slot_mismatches(slots: DraftSlots, verifier: VerifierInfo) -> list[str]:
         and proposer.offer is not None
         and proposer.offer.extra_slots_per_session != slots.extra_rows
     ]
-
-
-def _draft_model(config: SpeculativeConfig) -> str:
-    return config.model
