@@ -14,7 +14,8 @@ _MTP_MODEL_TYPES = frozenset({
     "qwen4_exp_text", "bailing_hybrid", "exaone_moe", "exaone4_5", "qwen3_5", "qwen3_5_moe",
     "qwen3_5_text", "qwen3_5_moe_text", "intern_s2_preview", "interns2_mobius", "longcat_flash",
     "step3p5", "step3p7", "hy_v3", "hy_v4", "inkling_mm_model", "inkling_model",
-    "gemma4_assistant", "gemma4_unified_assistant", "minimax_m3_vl", "glm5_next", "nemotron_h",
+    "glm4_moe", "glm4_moe_lite", "glm_ocr", "mimo", "mimo_v2", "gemma4_assistant",
+    "gemma4_unified_assistant", "minimax_m3_vl", "glm5_next", "nemotron_h",
 })  # fmt: skip
 _MTP_LAYER_KEYS = ("n_predict", "mtp_num_hidden_layers", "num_nextn_predict_layers",
                    "num_mtp_modules")  # fmt: skip

@@ -6,6 +6,7 @@ checks again what it needs when it loads; here all problems of both models are t
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,7 @@ class ModelFiles:
         return int(layers * 2 * self.num_kv_heads * head_dim * element)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots, for what is computed once
 class ModelPair:
     """A configuration and its models; `draft` is None for methods without a draft model."""
 
@@ -109,7 +110,7 @@ class ModelPair:
         """Longest context of a request in tokens, if known."""
         return self.args.max_model_len or self.target.max_model_len
 
-    @property
+    @cached_property
     def vocab_relation(self) -> VocabRelation | None:
         """How the draft's vocabulary relates to the target's."""
         if self.draft is None:

@@ -5,9 +5,8 @@ What validates here need not run yet: `supported.py` decides that. No model is l
 for the `config.json` of a draft on this machine, and that only if `method` or K is not given.
 """
 
-import itertools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
@@ -16,6 +15,11 @@ from specgw.config_rules import Frozen, Rule, Ruled
 from specgw.method_detection import detect_method, num_predicted_tokens
 from specgw.model_files import read_local_config
 from specgw.slots import extra_slots, kv_lookahead
+from specgw.speculative_rules import (
+    ALWAYS_PARALLEL_METHODS,
+    NGRAM_METHODS,
+    SPECULATIVE_RULES,
+)
 from specgw.vllm_names import (
     DEPRECATED_METHODS,
     AttentionBackend,
@@ -31,11 +35,8 @@ DRAFT_MODEL_METHODS = ("draft_model", "eagle", "eagle3", "mtp", "dflash", "dspar
                        "mlp_speculator")  # fmt: skip
 """Methods that read a draft checkpoint."""
 
-_NGRAM = ("ngram", "ngram_gpu")
 _DEFAULT_NGRAM_WINDOW = 5
-_ALWAYS_PARALLEL = ("dflash", "dspark")
-_MAY_BE_PARALLEL = ("draft_model", "eagle", "eagle3", *_ALWAYS_PARALLEL)
-_MODEL_IS_METHOD = (*_NGRAM, "suffix", "extract_hidden_states")
+_MODEL_IS_METHOD = (*NGRAM_METHODS, "suffix", "extract_hidden_states")
 _MAX_TREE_DEPTH = 24
 
 PositiveInt = Annotated[int, Field(ge=1)]
@@ -72,201 +73,10 @@ class DraftLoadConfig(Frozen):
     """Where pickles are mapped to."""
 
 
-def _is_decreasing(rates: Sequence[float]) -> bool:
-    return all(later <= earlier for earlier, later in itertools.pairwise(rates))
-
-
-def _is_apart(schedule: Sequence[tuple[int, int, int]]) -> bool:
-    ordered = sorted(schedule)
-    return all(first[1] < second[0] for first, second in itertools.pairwise(ordered))
-
-
-def _rates(c: Any) -> Sequence[float]:
-    """The rates that count, if any."""
-    rates: Sequence[float] | None = c.synthetic_acceptance_rates
-    return rates or () if c.rejection_sample_method == "synthetic" else ()
-
-
-def _schedule(c: Any) -> Sequence[tuple[int, int, int]]:
-    return c.num_speculative_tokens_per_batch_size or ()
-
-
-_SYNTHETIC_RULES = (
-    Rule(
-        "rejection_sample_method",
-        lambda c: (
-            c.rejection_sample_method != "synthetic"
-            or (c.synthetic_acceptance_rates is None) != (c.synthetic_acceptance_length is None)
-        ),
-        "synthetic needs exactly one of synthetic_acceptance_rates and synthetic_acceptance_length",
-    ),
-    Rule(
-        "synthetic_acceptance_rates",
-        lambda c: c.rejection_sample_method == "synthetic" or c.synthetic_acceptance_rates is None,
-        "goes only with rejection_sample_method synthetic, got {c.rejection_sample_method}",
-    ),
-    Rule(
-        "synthetic_acceptance_length",
-        lambda c: c.rejection_sample_method == "synthetic" or c.synthetic_acceptance_length is None,
-        "goes only with rejection_sample_method synthetic, got {c.rejection_sample_method}",
-    ),
-    Rule(
-        "synthetic_acceptance_rates",
-        lambda c: (
-            c.rejection_sample_method != "synthetic"
-            or c.synthetic_acceptance_rates is None
-            or len(c.synthetic_acceptance_rates) == c.num_speculative_tokens
-        ),
-        "must have num_speculative_tokens = {c.num_speculative_tokens} entries, "
-        "got {c.synthetic_acceptance_rates}",
-    ),
-    Rule(
-        "synthetic_acceptance_rates",
-        lambda c: all(0 <= rate <= 1 for rate in _rates(c)),
-        "must be in [0, 1], got {c.synthetic_acceptance_rates}",
-    ),
-    Rule(
-        "synthetic_acceptance_rates",
-        lambda c: _is_decreasing(_rates(c)),
-        "must not increase, got {c.synthetic_acceptance_rates}",
-    ),
-    Rule(
-        "synthetic_acceptance_length",
-        lambda c: (
-            c.rejection_sample_method != "synthetic"
-            or c.synthetic_acceptance_length is None
-            or 1 <= c.synthetic_acceptance_length <= c.num_speculative_tokens + 1
-        ),
-        "must be in [1, num_speculative_tokens + 1] with num_speculative_tokens = "
-        "{c.num_speculative_tokens}, got {c.synthetic_acceptance_length}",
-    ),
-)
-
-_SCHEDULE_KEY = "num_speculative_tokens_per_batch_size"
-_SCHEDULE_RULES = (
-    Rule(
-        _SCHEDULE_KEY,
-        lambda c: c.num_speculative_tokens_per_batch_size != (),
-        "must have at least one entry [start, end, K]",
-    ),
-    Rule(
-        _SCHEDULE_KEY,
-        lambda c: all(start > 0 and end > 0 for start, end, _ in _schedule(c)),
-        "batch sizes must be at least 1, got {c.num_speculative_tokens_per_batch_size}",
-    ),
-    Rule(
-        _SCHEDULE_KEY,
-        lambda c: all(start <= end for start, end, _ in _schedule(c)),
-        "an entry must not start after its end, got {c.num_speculative_tokens_per_batch_size}",
-    ),
-    Rule(
-        _SCHEDULE_KEY,
-        lambda c: all(k >= 0 for *_, k in _schedule(c)),
-        "K must be at least 0, got {c.num_speculative_tokens_per_batch_size}",
-    ),
-    Rule(
-        _SCHEDULE_KEY,
-        lambda c: _is_apart(_schedule(c)),
-        "entries must not overlap, got {c.num_speculative_tokens_per_batch_size}",
-    ),
-    Rule(
-        _SCHEDULE_KEY,
-        lambda c: not _schedule(c) or min(_schedule(c))[0] == 1,
-        "the first entry must start at batch size 1, got {c.num_speculative_tokens_per_batch_size}",
-    ),
-)
-
-_SUFFIX_RULES = (
-    Rule(
-        "suffix_decoding_max_tree_depth",
-        lambda c: c.method != "suffix" or c.suffix_decoding_max_tree_depth >= 1,
-        "must be at least 1, got {c.suffix_decoding_max_tree_depth}",
-    ),
-    Rule(
-        "suffix_decoding_max_cached_requests",
-        lambda c: c.method != "suffix" or c.suffix_decoding_max_cached_requests >= 0,
-        "must be at least 0, got {c.suffix_decoding_max_cached_requests}",
-    ),
-    Rule(
-        "suffix_decoding_max_spec_factor",
-        lambda c: c.method != "suffix" or c.suffix_decoding_max_spec_factor >= 0,
-        "must be at least 0, got {c.suffix_decoding_max_spec_factor}",
-    ),
-    Rule(
-        "suffix_decoding_min_token_prob",
-        lambda c: c.method != "suffix" or 0 <= c.suffix_decoding_min_token_prob <= 1,
-        "must be in [0, 1], got {c.suffix_decoding_min_token_prob}",
-    ),
-)
-
-_METHOD_RULES = (
-    Rule(
-        "parallel_drafting",
-        lambda c: not c.parallel_drafting or c.method in _MAY_BE_PARALLEL,
-        f"goes only with method {', '.join(_MAY_BE_PARALLEL)}, got {{c.method}}",
-    ),
-    Rule(
-        "use_heterogeneous_vocab",
-        lambda c: not c.use_heterogeneous_vocab or c.method == "draft_model",
-        "goes only with method draft_model, got {c.method}",
-    ),
-    Rule(
-        "draft_sample_method",
-        lambda c: not c.use_heterogeneous_vocab or c.draft_sample_method != "probabilistic",
-        "must not be probabilistic with use_heterogeneous_vocab",
-    ),
-    Rule(
-        "heterogeneous_vocab_method",
-        lambda c: c.heterogeneous_vocab_method == "auto" or c.use_heterogeneous_vocab,
-        "goes only with use_heterogeneous_vocab",
-    ),
-    Rule(
-        "prompt_lookup_min",
-        lambda c: (
-            c.method not in _NGRAM or (c.prompt_lookup_min or 0) <= (c.prompt_lookup_max or 0)
-        ),
-        "must be at most prompt_lookup_max = {c.prompt_lookup_max}, got {c.prompt_lookup_min}",
-    ),
-    Rule(
-        "index_share_for_mtp_iteration",
-        lambda c: c.index_share_for_mtp_iteration is None or c.method == "mtp",
-        "goes only with method mtp, got {c.method}",
-    ),
-    Rule(
-        "dspark_draft_topk",
-        lambda c: c.dspark_draft_topk is None or c.method == "dspark",
-        "goes only with method dspark, got {c.method}",
-    ),
-    Rule(
-        "enable_adaptive_verification",
-        lambda c: not c.enable_adaptive_verification or c.method == "dspark",
-        "goes only with method dspark, got {c.method}",
-    ),
-    Rule(
-        "disable_padded_drafter_batch",
-        lambda c: (
-            not c.disable_padded_drafter_batch
-            or not (c.method in ("draft_model", "extract_hidden_states") or c.parallel_drafting)
-        ),
-        "goes neither with method {c.method} nor with parallel_drafting",
-    ),
-    Rule(
-        "use_local_argmax_reduction",
-        lambda c: not c.use_local_argmax_reduction or c.draft_sample_method != "probabilistic",
-        "goes only with greedy drafts, got draft_sample_method {c.draft_sample_method}",
-    ),
-)
-
-
 class SpeculativeConfig(Ruled):
     """How drafts are made and tested, in the keys and meanings of vLLM's `speculative_config`."""
 
-    rules: ClassVar[tuple[Rule, ...]] = (
-        *_SYNTHETIC_RULES,
-        *_SCHEDULE_RULES,
-        *_SUFFIX_RULES,
-        *_METHOD_RULES,
-    )
+    rules: ClassVar[tuple[Rule, ...]] = SPECULATIVE_RULES
 
     method: Method = "draft_model"
     """How drafts are made. Without it, what the draft's `config.json` says, else `draft_model`."""
@@ -348,7 +158,7 @@ class SpeculativeConfig(Ruled):
         for key, value in _implied(values).items():
             if values.get(key) is None:
                 values[key] = value
-        if values["method"] in _ALWAYS_PARALLEL:
+        if values["method"] in ALWAYS_PARALLEL_METHODS:
             values["parallel_drafting"] = True
         return values
 
@@ -374,8 +184,6 @@ def _method(values: Mapping[str, Any]) -> Any:
     if method in DEPRECATED_METHODS:
         logger.warning("this method is deprecated: use mtp", extra={"method": method})
         return "mtp"
-    if method == "[ngram]":
-        return "ngram"
     if method is not None:
         return method
     if not isinstance(model, str):
@@ -400,7 +208,7 @@ def _implied(values: Mapping[str, Any]) -> dict[str, Any]:
     method, implied = values["method"], {}
     if method in _MODEL_IS_METHOD:
         implied["model"] = method
-    if method in _NGRAM:
+    if method in NGRAM_METHODS:
         window = [values.get(key) for key in ("prompt_lookup_max", "prompt_lookup_min")]
         given = next((one for one in window if one is not None), _DEFAULT_NGRAM_WINDOW)
         implied |= {"prompt_lookup_max": given, "prompt_lookup_min": given}
