@@ -1,10 +1,8 @@
 """Chooses which rows the next forward pass feeds, and finds the memory for them."""
 
 from proposer_svc.session_table import Session, SessionTable
+from specgw.budget import PREFILL_CHUNK
 from specgw.engine.kv_cache import OutOfBlocks
-
-# Most prefill rows beside sessions whose block is nearly ready, which they delay.
-PREFILL_CHUNK = 256
 
 
 def build_batch(

@@ -75,10 +75,10 @@ class ScriptedProposer:
     def connect(self, hello: Hello) -> HelloAck:
         return HelloAck(
             proposer_id="scripted",
-            method="scripted",
+            method="draft_model",
             draft_model=SCRIPTED_MODEL,
             max_draft_tokens=self._max_draft_tokens,
-            extra_slots_per_session=0,
+            extra_slots_per_session=1,
             max_sessions=1_000,
         )
 

@@ -15,6 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from gateway.__main__ import Gateway, serving
+from gateway.ledger import Demand
 from gateway.tokenizer import Tokenizer, load_tokenizer
 from specgw import wire
 from specgw.channel import open_channel, status_to_error
@@ -59,7 +60,15 @@ RunGateway = Callable[..., AbstractAsyncContextManager[Gateway]]
 
 
 @pytest.fixture
-def run_gateway(tokenizer: Tokenizer, tmp_path: Path) -> RunGateway:
+def model_dir(tmp_path: Path) -> Path:
+    """The gateway's model, of the name that scripted verifiers report."""
+    path = tmp_path / "scripted"
+    path.mkdir()
+    return path
+
+
+@pytest.fixture
+def run_gateway(tokenizer: Tokenizer, model_dir: Path) -> RunGateway:
     """Runs a gateway for addresses, with `specgw.gateway` settings and top-level keys."""
 
     @asynccontextmanager
@@ -73,7 +82,7 @@ def run_gateway(tokenizer: Tokenizer, tmp_path: Path) -> RunGateway:
             **(settings or {}),
         }
         config = {
-            "model": str(tmp_path),
+            "model": str(model_dir),
             "served_model_name": "scripted",
             "port": 0,
             "speculative_config": {"model": "draft", "num_speculative_tokens": 4},
@@ -308,9 +317,9 @@ class TestOpenAI:
         assert 0 < verifier.deadlines_s[0] < 602
 
     async def test_the_models_recommended_sampling_holds_where_the_request_is_silent(
-        self, make_verifier: MakeVerifier, run_gateway: RunGateway, tmp_path: Path
+        self, make_verifier: MakeVerifier, run_gateway: RunGateway, model_dir: Path
     ) -> None:
-        (tmp_path / "generation_config.json").write_text('{"temperature": 0.6, "top_k": 20}')
+        (model_dir / "generation_config.json").write_text('{"temperature": 0.6, "top_k": 20}')
         verifier = make_verifier()
         async with ready(run_gateway, [verifier]) as gateway, http(gateway) as client:
             await client.post("/v1/completions", json={**COMPLETION, "top_k": 5})
@@ -672,7 +681,7 @@ class TestLoad:
         async with (
             ready(run_gateway, [make_verifier()], settings=settings) as gateway,
             http(gateway) as client,
-            gateway.admission.slot(),
+            gateway.admission.slot(Demand(1, 1)),
         ):
             answer = await client.post("/v1/completions", json=COMPLETION)
             waiting_count = gateway.admission.waiting_count

@@ -200,7 +200,7 @@ async def test_the_description_says_what_runs(long_runner: ModelRunner) -> None:
     assert info.target_model.architecture == "LlamaForCausalLM"
     assert info.max_draft_tokens == 3
     assert info.output_token_count == 8
-    assert [(p.address, p.method) for p in info.proposers] == [(address, "scripted")]
+    assert [(p.address, p.method) for p in info.proposers] == [(address, "draft_model")]
     assert info.speculation.draft_count > 0
 
 

@@ -30,7 +30,7 @@ def draft(**changes: Any) -> dict[str, Any]:
         ({"model": "m", "port": "x"}, "port: Input should be a valid integer"),
         ({"model": "m", "dtype": "int4"}, "dtype: Input should be 'auto', 'bfloat16'"),
         ({"model": "m", "max_num_seqs": 0}, "max_num_seqs: Input should be greater than or"),
-        ({"model": "m", "tensor_parallel_size": 2}, "tensor_parallel_size: Input should be 1"),
+        ({"model": "m", "tensor_parallel_size": 2}, "tensor_parallel_size: specgw does not run 2"),
         (
             {"model": "m", "specgw": {"verifer": {}}},
             "specgw.verifer: unknown key; did you mean ver",
@@ -49,22 +49,25 @@ def draft(**changes: Any) -> dict[str, Any]:
             draft(num_speculative_tokens=129),
             "speculative_config.num_speculative_tokens: Input should be less than or equal to 128",
         ),
-        (draft(method="eagle3"), "speculative_config.method: Input should be 'draft_model'"),
+        (
+            draft(method="eagle3"),
+            "speculative_config.method: specgw does not run eagle3 yet; it runs draft_model",
+        ),
+        (draft(method="eagle4"), "speculative_config.method: Input should be 'draft_model'"),
         (draft(draft_sample_method="x"), "speculative_config.draft_sample_method: Input should"),
-        (draft(temperature=1), "speculative_config: temperature is a sampling parameter"),
-        (draft(top_p=1), "speculative_config: top_p is a sampling parameter"),
-        (draft(tensor_parallel_size=2), "speculative_config: tensor_parallel_size is a top-level"),
-        (draft(target_model_config={}), "speculative_config: target_model_config is not set by"),
-        (draft(parallel_drafting=True), "parallel_drafting is a key of vLLM that specgw does not"),
+        (draft(temperature=1), "speculative_config.temperature: is a sampling parameter"),
+        (draft(top_p=1), "speculative_config.top_p: is a sampling parameter"),
+        (draft(tensor_parallel_size=2), "speculative_config.tensor_parallel_size: is a top-"),
+        (draft(target_model_config={}), "speculative_config.target_model_config: is set by"),
+        (draft(parallel_drafting=True), "parallel_drafting: specgw does not run parallel"),
         (draft(num_speculative_token=4), "did you mean num_speculative_tokens?"),
         (
             {**draft(), "max_num_seqs": 2, "max_num_batched_tokens": 4},
-            "max_num_batched_tokens must be at least max_num_seqs and num_speculative_tokens + 1, "
-            "here 5, got 4",
+            "max_num_batched_tokens: must be more than num_speculative_tokens = 4, got 4",
         ),
         (
             {"model": "m", "max_num_seqs": 300, "max_num_batched_tokens": 256},
-            "max_num_batched_tokens must be at least max_num_seqs",
+            "max_num_batched_tokens: must be at least max_num_seqs = 300, got 256",
         ),
         ({"model": "m", "api_key": ""}, "api_key.0: String should have at least 1 character"),
         (
