@@ -6,7 +6,7 @@ data. They are tried even when some keys are wrong: a rule that needs a wrong ke
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self, get_args
 
 from pydantic import (
     BaseModel,
@@ -16,9 +16,10 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
-from pydantic_core import InitErrorDetails, PydanticCustomError, list_all_errors
+from pydantic_core import InitErrorDetails, PydanticCustomError
+from pydantic_core.core_schema import ErrorType
 
-_KNOWN_TYPES = frozenset(error["type"] for error in list_all_errors())
+_KNOWN_TYPES = frozenset(get_args(ErrorType))
 _RULE = "rule"  # type of the errors that rules raise; pydantic's own have their own types
 
 
