@@ -705,7 +705,7 @@ class TestLoad:
                     b"content-type: application/json\r\n"
                     b"content-length: %d\r\n\r\n%b" % (len(body), body)
                 )
-                await verifier.opened()
+                await until(lambda: gateway.admission.running_count == 1)
                 await until(lambda: gateway.admission.running_count == 0)
                 metrics = gateway.metrics.exposition().decode()
 
@@ -725,7 +725,7 @@ class TestLoad:
             grpc.aio.insecure_channel(gateway.grpc_addresses[0], options=window) as channel,
         ):
             call = gateway_pb2_grpc.GatewayServiceStub(channel).Generate(request)
-            await verifier.opened()
+            await until(lambda: gateway.admission.running_count == 1)
             await until(lambda: gateway.admission.running_count == 0)
             with pytest.raises(grpc.aio.AioRpcError) as raised:
                 async for _ in call:
