@@ -50,10 +50,15 @@ def _refuse_retired(_: click.Context, option: click.Parameter, value: object) ->
 
 
 def _serve_flags(command: Callable[..., None]) -> Callable[..., None]:
-    for flag in RETIRED_FLAGS:
-        command = click.option(flag, hidden=True, expose_value=False, callback=_refuse_retired)(
-            command
-        )
+    for flag in RETIRED_FLAGS:  # some took a value, some did not
+        command = click.option(
+            flag,
+            hidden=True,
+            expose_value=False,
+            callback=_refuse_retired,
+            is_flag=False,
+            flag_value="",
+        )(command)
     for flags, key in reversed(list(_SERVE_FLAGS.items())):
         command = click.option(*flags, key, help=f"Sets `{key}`.")(command)
     return click.argument("model", required=False)(_CONFIG(command))

@@ -132,6 +132,13 @@ async def test_three_services_apart_on_tcp_answer_as_one() -> None:
         for address in (drafts_at, verifies_at, url):
             async with command("health", address) as health:
                 assert await health.process.wait() == 0
+        services = {
+            "SPECGW_PORT": url.rpartition(":")[2],
+            "SPECGW_GATEWAY__VERIFIERS": f"['{verifies_at}']",
+            "SPECGW_VERIFIER__PROPOSERS": f"['{drafts_at}']",
+        }
+        async with command("check", "--online", env=services) as check:
+            assert await check.process.wait() == 0
         exit_codes = [await one.end() for one in (serve, verifier, proposer)]
 
     assert exit_codes == [0, 0, 0]
