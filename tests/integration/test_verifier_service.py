@@ -208,17 +208,21 @@ async def test_a_proposer_that_loaded_another_model_is_refused_and_decoding_goes
     long_runner: ModelRunner,
 ) -> None:
     right, wrong = ScriptedProposer(script(1)), ScriptedProposer(script(1), model="other")
-    async with scripted_proposer(wrong) as address:
-        async with running_verifier(long_runner, verifier_args([address])) as verifier:
-            async with asyncio.timeout(10):
-                while "draft model" not in (await verifier.info()).proposers[0].detail:
-                    pass
-            outputs = await verifier.generate(PROMPT, SHORT)
-            [refused] = (await verifier.info()).proposers
-    async with scripted_proposer(right) as address:
-        async with running_verifier(long_runner, verifier_args([address])) as verifier:
-            await verifier.connected()
-            [welcome] = (await verifier.info()).proposers
+    async with (
+        scripted_proposer(wrong) as address,
+        running_verifier(long_runner, verifier_args([address])) as verifier,
+    ):
+        async with asyncio.timeout(10):
+            while "draft model" not in (await verifier.info()).proposers[0].detail:
+                pass
+        outputs = await verifier.generate(PROMPT, SHORT)
+        [refused] = (await verifier.info()).proposers
+    async with (
+        scripted_proposer(right) as address,
+        running_verifier(long_runner, verifier_args([address])) as verifier,
+    ):
+        await verifier.connected()
+        [welcome] = (await verifier.info()).proposers
 
     assert refused.detail == (
         "draft model: the verifier is configured with scripted, the proposer has loaded other"
