@@ -66,13 +66,6 @@ def build_proposer(args: EngineArgs) -> "DraftModelProposer":
     if args.speculative_config is None:
         raise ConfigError(["speculative_config: a proposer needs one: it names the draft model"])
     settings = args.specgw.proposer
-    rows = 1 + args.speculative_config.extra_slots
-    if settings.max_num_batched_tokens < rows:
-        problem = (
-            f"specgw.proposer.max_num_batched_tokens: must be at least 1 + the {rows - 1} extra "
-            f"slots of one request, got {settings.max_num_batched_tokens}"
-        )
-        raise ConfigError([problem])
     limits = ProposerLimits(
         args.max_draft_tokens,
         settings.max_sessions,

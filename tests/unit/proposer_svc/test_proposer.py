@@ -528,21 +528,6 @@ def test_a_proposer_needs_a_speculative_config() -> None:
         build_proposer(parse_config({"model": "target"}))
 
 
-def test_a_pass_must_hold_one_requests_rows() -> None:
-    config = {
-        "model": "target",
-        "speculative_config": {
-            "method": "draft_model",
-            "model": "draft",
-            "num_speculative_tokens": 4,
-        },
-        "specgw": {"proposer": {"max_num_batched_tokens": 1}},
-    }
-
-    with pytest.raises(ConfigError, match=r"max_num_batched_tokens: must be at least 1 \+ the 1"):
-        build_proposer(parse_config(config))
-
-
 class Recorder:
     """Implements `LinkListener`."""
 
