@@ -92,6 +92,8 @@ def run_gateway(tokenizer: Tokenizer, model_dir: Path) -> RunGateway:
         }
         async with serving(parse_config(config), addresses, tokenizer) as gateway:
             yield gateway
+        # Whatever a test did: every slot has come back, exactly once.
+        assert (gateway.admission.running_count, gateway.admission.ledger.claims) == (0, ())
 
     return run
 
