@@ -139,6 +139,11 @@ async def test_three_services_apart_on_tcp_answer_as_one() -> None:
         }
         async with command("check", "--online", env=services) as check:
             assert await check.process.wait() == 0
+        services["SPECGW_SPECULATIVE_CONFIG"] = "{model: tiny/pard, num_speculative_tokens: 2}"
+        async with command("check", "--online", env=services) as check:
+            await check.logged(rf"(verifier {verifies_at}: num_speculative_tokens: .* with 2,)")
+            await check.logged(rf"(proposer {drafts_at}: draft model: .* with tiny/pard,)")
+            assert await check.process.wait() == 2
         exit_codes = [await one.end() for one in (serve, verifier, proposer)]
 
     assert exit_codes == [0, 0, 0]
