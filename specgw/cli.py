@@ -15,6 +15,7 @@ from specgw.config import EngineArgs, load_config, merge_config
 from specgw.errors import ConfigError
 from specgw.exit_codes import exit_on_config_error
 from specgw.telemetry import configure_logging
+from specgw.vllm_flags import normalized
 from specgw.vllm_names import RETIRED_FLAGS
 
 _CONFIG = click.option("--config", "file", type=click.Path(path_type=Path), help="YAML file.")
@@ -40,6 +41,13 @@ _SERVE_FLAGS: Mapping[tuple[str, ...], str] = {
     ("--spec-model",): "spec_model",
     ("--spec-tokens",): "spec_tokens",
 }
+
+
+class _VllmCommand(click.Command):
+    """A command whose flags are written as those of `vllm serve`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, normalized(args))
 
 
 def _refuse_retired(_: click.Context, option: click.Parameter, value: object) -> None:
@@ -71,7 +79,7 @@ def main() -> None:
     configure_logging()
 
 
-@main.command()
+@main.command(cls=_VllmCommand)
 @_serve_flags
 def serve(model: str | None, file: Path | None, **flags: Any) -> None:
     """Serves MODEL over OpenAI HTTP, with verifier and proposer as children if none are named.
@@ -88,7 +96,7 @@ def serve(model: str | None, file: Path | None, **flags: Any) -> None:
         asyncio.run(_serve(report.args))
 
 
-@main.command()
+@main.command(cls=_VllmCommand)
 @_serve_flags
 @click.option("--json", "is_json", is_flag=True, help="Print a report for machines.")
 @click.option("--online", is_flag=True, help="Ask the running services too.")

@@ -166,6 +166,11 @@ def test_flag_file_and_dict_mean_the_same(checkpoints: Path) -> None:
         ["--config", str(write_yaml(checkpoints / "nested.yaml", raw))],
         ["--config", str(write_yaml(checkpoints / "hyphened.yaml", hyphened))],
         aliases,
+        [
+            raw["model"],
+            *("--speculative_config.model", drafting["model"]),
+            "--speculative-config.num-speculative-tokens=12",
+        ],
     ]
 
     reports = [json.loads(run(*way, "--json").stdout) for way in ways]
