@@ -20,6 +20,7 @@ from specgw.vllm_names import RETIRED_FLAGS
 
 _CONFIG = click.option("--config", "file", type=click.Path(path_type=Path), help="YAML file.")
 _LISTEN = click.option("--listen", help="Address: host:port or unix:/path.")
+_RETIRED = f"{__name__}.retired"  # where click keeps what was said of retired flags
 
 # vLLM's flags by the key they set. Values are checked by the configuration, like those of the file.
 _SERVE_FLAGS: Mapping[tuple[str, ...], str] = {
@@ -49,12 +50,17 @@ class _VllmCommand(click.Command):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         return super().parse_args(ctx, normalized(args))
 
+    def invoke(self, ctx: click.Context) -> Any:
+        with exit_on_config_error():
+            if problems := ctx.meta.get(_RETIRED):
+                raise ConfigError(problems)
+        return super().invoke(ctx)
 
-def _refuse_retired(_: click.Context, option: click.Parameter, value: object) -> None:
+
+def _note_retired(ctx: click.Context, option: click.Parameter, value: object) -> None:
     if value is not None:
         flag = option.opts[0]
-        with exit_on_config_error():
-            raise ConfigError([f"{flag}: {RETIRED_FLAGS[flag]}"])
+        ctx.meta.setdefault(_RETIRED, []).append(f"{flag}: {RETIRED_FLAGS[flag]}")
 
 
 def _serve_flags(command: Callable[..., None]) -> Callable[..., None]:
@@ -63,7 +69,7 @@ def _serve_flags(command: Callable[..., None]) -> Callable[..., None]:
             flag,
             hidden=True,
             expose_value=False,
-            callback=_refuse_retired,
+            callback=_note_retired,
             is_flag=False,
             flag_value="",
         )(command)

@@ -232,11 +232,14 @@ def test_a_retired_flag_names_its_replacement(command: str, flag: str, hint: str
     assert hint in result.stderr
 
 
-def test_a_retired_flag_needs_no_value() -> None:
-    result = CliRunner().invoke(main, ["serve", "m", "--speculative-disable-mqa-scorer"])
+def test_retired_flags_need_no_value_and_are_told_together() -> None:
+    flags = ["--speculative-disable-mqa-scorer", "--use-v2-block-manager"]
+
+    result = CliRunner().invoke(main, ["serve", "m", *flags])
 
     assert result.exit_code == CONFIG_EXIT_CODE
-    assert "--speculative-disable-mqa-scorer: was removed from vLLM" in result.stderr
+    for flag in flags:
+        assert f"{flag}: was removed from vLLM" in result.stderr
 
 
 def test_no_service_that_runs_is_a_problem(checkpoints: Path) -> None:
