@@ -192,6 +192,11 @@ _REFUSED_ARCHITECTURES: tuple[tuple[Callable[[Mapping[str, Any]], object], str],
     (lambda config: config.get("text_config"), "is a multimodal model"),
     (lambda config: not config.get("architectures"), "names no architecture"),
     (lambda config: config.get("quantization_config"), "is quantized"),
+    (
+        lambda config: config.get("speculators_config"),
+        "is a draft in the speculators format: set model to the target that it was made for, and "
+        "speculative_config.model and method to the draft",
+    ),
     (_other_layers, "has layers of a type that the engine does not know"),
 )
 

@@ -118,6 +118,12 @@ DIFFERENCES = (
         "What would be computed wrongly is refused by name.",
     ),
     Difference(
+        "speculators",
+        "Given a draft in the speculators format as `model`, loads the target that it names.",
+        "Refuses it and says which keys to set.",
+        "The target, its tokenizer, K and the method would follow from a file of the draft.",
+    ),
+    Difference(
         "rows",
         "Wants `max_num_batched_tokens` over the extra rows of one request, and says so elsewhere.",
         "Wants it over K, and `specgw.proposer.max_num_batched_tokens` over the extra rows.",

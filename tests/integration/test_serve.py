@@ -78,6 +78,7 @@ async def ready(client: httpx.AsyncClient) -> None:
 
 async def test_serve_without_arguments_answers_and_leaves_nothing_behind() -> None:
     async with command("serve", "--port", "0") as serve:
+        await serve.logged(r"(same: 2048 ids of the target, 2048 of the draft)")
         url = await serve.logged(r"serving HTTP url=(\S+)")
         pids = [
             int(await serve.logged(rf"service ready service={name} pid=(\d+)"))
