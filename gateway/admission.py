@@ -89,8 +89,8 @@ class Admission:
 
     @property
     def waiting_count(self) -> int:
-        """Requests that wait to be admitted."""
-        return len(self._queue)
+        """Requests that wait to be admitted; those that have just left are not among them."""
+        return sum(not waiting.turn.done() for waiting in self._queue)
 
     @property
     def max_at_once(self) -> int:
@@ -164,7 +164,9 @@ class Admission:
 
     async def _admitted(self, demand: Demand, caller: int | None, deadline: float) -> Claim:
         waiting = _Waiting(demand, caller, asyncio.get_running_loop().create_future())
-        queued_by_caller = Counter(one.caller for one in self._queue if one.caller is not None)
+        queued_by_caller = Counter(
+            one.caller for one in self._queue if one.caller is not None and not one.turn.done()
+        )
         self._queue.append(waiting)
         self.grant()
         if not waiting.turn.done():
@@ -215,9 +217,10 @@ class Admission:
                 f"this API key has {self._running_by_caller[caller]} requests running and "
                 f"{queued_by_caller[caller]} waiting (at most {self._max_per_caller} each)"
             )
-        if len(self._queue) > self._max_waiting:
+        num_before = self.waiting_count - 1
+        if num_before >= self._max_waiting:
             return (
-                f"the queue is full: {self._load} and {len(self._queue) - 1} waiting "
+                f"the queue is full: {self._load} and {num_before} waiting "
                 f"(at most {self._max_waiting}); {self.ledger}"
             )
         return ""

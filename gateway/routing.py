@@ -146,7 +146,8 @@ class Verifier:
     def _interval_s(self) -> float | None:
         if not self.is_serving or self.info is None:
             return None
-        is_whole = all(proposer.is_connected for proposer in self.info.proposers)
+        proposers = self.info.proposers if self.info.max_draft_tokens else ()
+        is_whole = all(proposer.is_connected for proposer in proposers)
         return _INFO_INTERVAL_S if is_whole else _CONNECTING_INTERVAL_S
 
     async def _learn(self, is_serving: bool) -> None:
@@ -173,7 +174,7 @@ class Verifier:
 
     def _tell_proposers(self, info: VerifierInfo) -> None:
         before = {one.address: one.detail for one in self.info.proposers} if self.info else {}
-        for one in info.proposers:
+        for one in info.proposers if info.max_draft_tokens else ():
             if one.detail and one.detail != before.get(one.address):
                 logger.warning(
                     "proposer is not available",

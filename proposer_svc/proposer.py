@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from proposer_svc.batching import build_batch
 from proposer_svc.draft_model import draft
 from proposer_svc.session_table import Session, SessionTable
+from specgw.budget import mask_rows
 from specgw.config import EngineArgs
 from specgw.engine.loading import draft_options, load_model
 from specgw.engine.model_runner import ModelRunner
@@ -107,6 +108,7 @@ class DraftModelProposer:
             max_num_batched_tokens=limits.max_num_batched_tokens,
             kv_capacity_tokens=runner.kv_cache.capacity_tokens,
         )
+        self._mask_rows = mask_rows(self.offer.extra_slots_per_session)
 
     def connect(self, hello: Hello) -> HelloAck:
         mismatches = greeting_mismatches(hello, self.offer)
@@ -146,7 +148,9 @@ class DraftModelProposer:
 
     def step(self) -> list[tuple[str, DraftBlock]]:
         began = time.perf_counter()
-        batch, starved = build_batch(self._table, self.limits.max_num_batched_tokens)
+        batch, starved = build_batch(
+            self._table, self.limits.max_num_batched_tokens, self._mask_rows
+        )
         blocks = [_refusal(session) for session in starved if session.num_wanted]
         for session in starved:
             session.forget_rows()

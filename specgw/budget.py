@@ -63,6 +63,14 @@ def draft_slots(config: SpeculativeConfig | None) -> DraftSlots:
     return DraftSlots(config.extra_slots, config.kv_lookahead)
 
 
+def mask_rows(extra_slots_per_session: int) -> int:
+    """Returns the rows that drafting adds to those a session has not fed yet.
+
+    The first extra slot is that of the newest token, which is among them already.
+    """
+    return max(0, extra_slots_per_session - 1)
+
+
 def decode_rows(max_num_batched_tokens: int, rows_per_session: int) -> int:
     """Returns the rows of a step that decoding may take, so that one prefill chunk has room.
 

@@ -11,11 +11,11 @@ from specgw.budget import decode_rows, draft_slots
 from specgw.config import EngineArgs, validate_config
 from specgw.errors import ConfigError
 from specgw.model_checks import ModelPair, check_models, mask_token, read_models
-from specgw.online import Fingerprints, ServiceState, ask_services
+from specgw.online import LocalModels, ServiceState, ask_services
 from specgw.slots import SLOTS_TABLE, extra_slots, kv_lookahead
 from specgw.supported import not_run_yet, without_effect
 from specgw.vllm_names import ALIASES
-from specgw.vocab import vocab_fingerprint
+from specgw.vocab import tokenizer_size, vocab_fingerprint
 
 _HIDDEN = "(hidden)"
 _ABOUT_MODELS = ("model", "speculative_config", *ALIASES)
@@ -184,13 +184,15 @@ async def check_online(report: Report, timeout_s: float) -> None:
     """Adds to a report what the running services say."""
     if report.args is None:
         return
-    fingerprints = Fingerprints()
+    models = LocalModels()
     if report.pair is not None:
-        target, draft = report.pair.target, report.pair.draft
-        fingerprints = Fingerprints(
-            vocab_fingerprint(target.directory), vocab_fingerprint(draft.directory) if draft else ""
+        target, draft = report.pair.target.directory, report.pair.draft
+        models = LocalModels(
+            vocab_fingerprint(target),
+            vocab_fingerprint(draft.directory) if draft else "",
+            tokenizer_size(target) or 0,
         )
-    report.services += await ask_services(report.args, fingerprints, timeout_s)
+    report.services += await ask_services(report.args, models, timeout_s)
     for state in report.services:
         report.problems += state.messages
 

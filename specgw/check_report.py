@@ -40,7 +40,7 @@ def as_text(report: Report) -> str:
     if report.vocabulary:
         parts.append(("vocabulary", _vocabulary_lines(report)))
     for state in report.services:
-        facts = [f"{name}: {value}" for name, value in state.facts.items()]
+        facts = yaml.safe_dump(state.facts, sort_keys=False).splitlines() if state.facts else []
         parts.append((f"{state.service} at {state.address}", facts or ["nothing is known"]))
     if report.notices:
         parts.append(("notices", report.notices))

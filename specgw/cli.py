@@ -15,10 +15,12 @@ from specgw.config import EngineArgs, load_config, merge_config
 from specgw.errors import ConfigError
 from specgw.exit_codes import exit_on_config_error
 from specgw.telemetry import configure_logging
+from specgw.vllm_flags import normalized
 from specgw.vllm_names import RETIRED_FLAGS
 
 _CONFIG = click.option("--config", "file", type=click.Path(path_type=Path), help="YAML file.")
 _LISTEN = click.option("--listen", help="Address: host:port or unix:/path.")
+_RETIRED = f"{__name__}.retired"  # where click keeps what was said of retired flags
 
 # vLLM's flags by the key they set. Values are checked by the configuration, like those of the file.
 _SERVE_FLAGS: Mapping[tuple[str, ...], str] = {
@@ -42,18 +44,35 @@ _SERVE_FLAGS: Mapping[tuple[str, ...], str] = {
 }
 
 
-def _refuse_retired(_: click.Context, option: click.Parameter, value: object) -> None:
+class _VllmCommand(click.Command):
+    """A command whose flags are written as those of `vllm serve`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, normalized(args))
+
+    def invoke(self, ctx: click.Context) -> Any:
+        with exit_on_config_error():
+            if problems := ctx.meta.get(_RETIRED):
+                raise ConfigError(problems)
+        return super().invoke(ctx)
+
+
+def _note_retired(ctx: click.Context, option: click.Parameter, value: object) -> None:
     if value is not None:
         flag = option.opts[0]
-        with exit_on_config_error():
-            raise ConfigError([f"{flag}: {RETIRED_FLAGS[flag]}"])
+        ctx.meta.setdefault(_RETIRED, []).append(f"{flag}: {RETIRED_FLAGS[flag]}")
 
 
 def _serve_flags(command: Callable[..., None]) -> Callable[..., None]:
-    for flag in RETIRED_FLAGS:
-        command = click.option(flag, hidden=True, expose_value=False, callback=_refuse_retired)(
-            command
-        )
+    for flag in RETIRED_FLAGS:  # some took a value, some did not
+        command = click.option(
+            flag,
+            hidden=True,
+            expose_value=False,
+            callback=_note_retired,
+            is_flag=False,
+            flag_value="",
+        )(command)
     for flags, key in reversed(list(_SERVE_FLAGS.items())):
         command = click.option(*flags, key, help=f"Sets `{key}`.")(command)
     return click.argument("model", required=False)(_CONFIG(command))
@@ -66,7 +85,7 @@ def main() -> None:
     configure_logging()
 
 
-@main.command()
+@main.command(cls=_VllmCommand)
 @_serve_flags
 def serve(model: str | None, file: Path | None, **flags: Any) -> None:
     """Serves MODEL over OpenAI HTTP, with verifier and proposer as children if none are named.
@@ -83,7 +102,7 @@ def serve(model: str | None, file: Path | None, **flags: Any) -> None:
         asyncio.run(_serve(report.args))
 
 
-@main.command()
+@main.command(cls=_VllmCommand)
 @_serve_flags
 @click.option("--json", "is_json", is_flag=True, help="Print a report for machines.")
 @click.option("--online", is_flag=True, help="Ask the running services too.")

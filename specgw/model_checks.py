@@ -23,6 +23,7 @@ MASK_TOKEN_FIELDS = ("dflash_config.mask_token_id", "mask_token_id", "dspark_noi
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "seq_length")
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
 _DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 _FULL_HISTORY = ("full_attention", "sliding_attention")
 
 
@@ -72,7 +73,8 @@ class ModelFiles:
     @property
     def dtype(self) -> str:
         """Element type of the weights."""
-        return str(self.text.get("dtype") or self.text.get("torch_dtype") or "float32")
+        found = self.text.get("dtype") or self.text.get("torch_dtype") or "float32"
+        return str(found).removeprefix("torch.")
 
     def kv_bytes_per_token(self, dtype: str) -> int | None:
         """Returns the bytes of one token's keys and values, if the sizes are known."""
@@ -190,6 +192,11 @@ _REFUSED_ARCHITECTURES: tuple[tuple[Callable[[Mapping[str, Any]], object], str],
     (lambda config: config.get("text_config"), "is a multimodal model"),
     (lambda config: not config.get("architectures"), "names no architecture"),
     (lambda config: config.get("quantization_config"), "is quantized"),
+    (
+        lambda config: config.get("speculators_config"),
+        "is a draft in the speculators format: set model to the target that it was made for, and "
+        "speculative_config.model and method to the draft",
+    ),
     (_other_layers, "has layers of a type that the engine does not know"),
 )
 
@@ -238,11 +245,32 @@ def _lengths(pair: ModelPair) -> Iterator[str]:
     elif made_for is not None and pair.max_model_len > made_for:
         yield f"max_model_len: {pair.target.name} supports {made_for}, got {pair.max_model_len}"
     wanted = pair.drafting.max_model_len if pair.drafting else None
-    if wanted is None or pair.draft is None:
+    if pair.draft is None:
+        return
+    if wanted is None:
+        if pair.draft.max_model_len is None and pair.args.max_model_len is None:
+            yield (
+                f"speculative_config.max_model_len: {pair.draft.name} does not say how much it "
+                "supports"
+            )
         return
     for limit, name in ((pair.draft.max_model_len, pair.draft.name), (made_for, pair.target.name)):
         if limit is not None and wanted > limit:
             yield f"speculative_config.max_model_len: {name} supports {limit}, got {wanted}"
+
+
+def _ropes(pair: ModelPair) -> Iterator[str]:
+    for model in pair.models:
+        rope = model.text.get("rope_parameters") or model.text.get("rope_scaling") or {}
+        kind = rope.get("rope_type") or rope.get("type")
+        original = rope.get("original_max_position_embeddings") or model.text.get(
+            "original_max_position_embeddings"
+        )
+        if kind in _LENGTH_DEPENDENT_ROPE and original and (pair.max_model_len or 0) > original:
+            yield (
+                f"{model.key}: {model.name} rotates by the length of the context (RoPE type "
+                f"{kind}); it can run with max_model_len up to {original}"
+            )
 
 
 def _num_predicted(pair: ModelPair) -> Iterator[str]:
@@ -317,6 +345,7 @@ _CHECKS: tuple[Callable[[ModelPair], Iterator[str]], ...] = (
     _dtypes,
     _heads,
     _lengths,
+    _ropes,
     _num_predicted,
     _mask_tokens,
     _candidates,

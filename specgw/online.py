@@ -5,18 +5,18 @@ For `specgw check --online`. Nothing is changed on any of them.
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import grpc
 
 from specgw.channel import open_channel
 from specgw.config import EngineArgs
+from specgw.handshake import build_hello, greeting_mismatches, verifier_mismatches
 from specgw.health import is_serving
-from specgw.slots import extra_slots
-from specgw.types import PROTOCOL_VERSION, ModelDescription
+from specgw.types import HelloAck
 from specgw.v1 import proposer_pb2, proposer_pb2_grpc, verifier_pb2, verifier_pb2_grpc
-from specgw.wire import model_description_from_pb
+from specgw.wire import hello_ack_from_pb, verifier_info_from_pb
 
 _ANY_HOST = ("0.0.0.0", "::", "")
 
@@ -44,21 +44,22 @@ class ServiceState:
 
 
 @dataclass(frozen=True, slots=True)
-class Fingerprints:
-    """The vocabularies that are expected; empty where unknown."""
+class LocalModels:
+    """What the models on this machine have in their files; empty where unknown."""
 
-    target: str = ""
-    draft: str = ""
+    target_fingerprint: str = ""
+    draft_fingerprint: str = ""
+    tokenizer_size: int = 0
 
 
 async def ask_services(
-    args: EngineArgs, fingerprints: Fingerprints, timeout_s: float
+    args: EngineArgs, models: LocalModels, timeout_s: float
 ) -> list[ServiceState]:
     """Asks the gateway, the verifiers and the proposers that the configuration names.
 
     Args:
         args: What to compare with.
-        fingerprints: Of the models as they are on this machine.
+        models: The models as they are on this machine.
         timeout_s: How long each may take.
     """
     settings = args.specgw
@@ -68,8 +69,8 @@ async def ask_services(
         proposers = settings.verifier.proposers or (settings.proposer.listen,)
     questions = [
         _ask_gateway(args, timeout_s),
-        *(_ask_verifier(one, args, fingerprints.target, timeout_s) for one in verifiers),
-        *(_ask_proposer(one, args, fingerprints.draft, timeout_s) for one in proposers),
+        *(_ask_verifier(one, args, models, timeout_s) for one in verifiers),
+        *(_ask_proposer(one, args, models, timeout_s) for one in proposers),
     ]
     return list(await asyncio.gather(*questions))
 
@@ -83,13 +84,13 @@ async def _ask_gateway(args: EngineArgs, timeout_s: float) -> ServiceState:
 
 
 async def _ask_verifier(
-    address: str, args: EngineArgs, fingerprint: str, timeout_s: float
+    address: str, args: EngineArgs, models: LocalModels, timeout_s: float
 ) -> ServiceState:
     state = ServiceState("verifier", address)
     async with open_channel(address, args.specgw.tls) as channel:
         stub = verifier_pb2_grpc.VerifierServiceStub(channel)
         try:
-            info = await stub.GetVerifierInfo(
+            pb = await stub.GetVerifierInfo(
                 verifier_pb2.GetVerifierInfoRequest(), timeout=timeout_s
             )
         except grpc.aio.AioRpcError as error:
@@ -97,40 +98,26 @@ async def _ask_verifier(
             return state
     if not await is_serving(address, timeout_s, args.specgw.tls):
         state.problems.append("is reachable and not serving")
-    model = model_description_from_pb(info.target_model)
-    state.facts.update(
-        target_model=model.name,
-        max_model_len=model.max_model_len,
-        max_num_seqs=info.max_num_seqs,
-        max_num_batched_tokens=info.max_num_batched_tokens,
-        max_draft_tokens=info.max_draft_tokens,
-        kv_capacity_tokens=info.kv_capacity_tokens,
-        running_count=info.running_count,
-        waiting_count=info.waiting_count,
+    verifier = verifier_info_from_pb(pb)
+    state.facts.update(asdict(verifier))
+    fingerprint = models.target_fingerprint or verifier.target_model.vocab_fingerprint
+    state.problems.extend(verifier_mismatches(args, fingerprint, models.tokenizer_size, verifier))
+    state.problems.extend(
+        f"has no connection to {proposer.address}: {proposer.detail}"
+        for proposer in verifier.proposers
+        if not proposer.is_connected
     )
-    _compare(state, "protocol_version", info.protocol_version, PROTOCOL_VERSION)
-    _compare(state, "max_draft_tokens", info.max_draft_tokens, args.max_draft_tokens)
-    _compare(state, "max_num_seqs", info.max_num_seqs, args.max_num_seqs)
-    _compare(
-        state, "max_num_batched_tokens", info.max_num_batched_tokens, args.max_num_batched_tokens
-    )
-    _compare_vocab(state, model, fingerprint)
-    for proposer in info.proposers:
-        if not proposer.connected:
-            state.problems.append(f"has no connection to {proposer.address}: {proposer.detail}")
     return state
 
 
 async def _ask_proposer(
-    address: str, args: EngineArgs, fingerprint: str, timeout_s: float
+    address: str, args: EngineArgs, models: LocalModels, timeout_s: float
 ) -> ServiceState:
     state = ServiceState("proposer", address)
-    config = args.speculative_config
-    assert config is not None  # or nobody would ask
     async with open_channel(address, args.specgw.tls) as channel:
         stub = proposer_pb2_grpc.ProposerServiceStub(channel)
         try:
-            info = await stub.GetProposerInfo(
+            pb = await stub.GetProposerInfo(
                 proposer_pb2.GetProposerInfoRequest(), timeout=timeout_s
             )
         except grpc.aio.AioRpcError as error:
@@ -138,37 +125,25 @@ async def _ask_proposer(
             return state
     if not await is_serving(address, timeout_s, args.specgw.tls):
         state.problems.append("is reachable and not serving")
-    model = model_description_from_pb(info.draft_model)
-    state.facts.update(
-        method=info.method,
-        draft_model=model.name,
-        max_draft_tokens=info.max_draft_tokens,
-        extra_slots_per_session=info.extra_slots_per_session,
-        max_sessions=info.max_sessions,
-        max_num_batched_tokens=info.max_num_batched_tokens,
-        kv_capacity_tokens=info.kv_capacity_tokens,
-        session_count=info.session_count,
-    )
-    slots = extra_slots(config.method, info.max_draft_tokens or 1, config.parallel_drafting)
-    _compare(state, "protocol_version", info.protocol_version, PROTOCOL_VERSION)
-    _compare(state, "method", info.method, config.method)
-    _compare(state, "max_draft_tokens", info.max_draft_tokens, args.max_draft_tokens)
-    _compare(state, "extra_slots_per_session", info.extra_slots_per_session, slots)
-    _compare_vocab(state, model, fingerprint)
+    offer = _offer_from_pb(pb)
+    state.facts.update(asdict(offer))
+    hello = build_hello("check", offer.draft_model, args)
+    state.problems.extend(greeting_mismatches(hello, offer))
+    found, expected = offer.draft_model.vocab_fingerprint, models.draft_fingerprint
+    if found and expected and found != expected:
+        state.problems.append(
+            f"vocabulary: that of {offer.draft_model.name} is {found[:12]}, that of the configured "
+            f"model {expected[:12]}"
+        )
     return state
 
 
-def _compare(state: ServiceState, name: str, found: object, expected: object) -> None:
-    if found != expected:
-        state.problems.append(f"{name} is {found}, the configuration says {expected}")
-
-
-def _compare_vocab(state: ServiceState, model: ModelDescription, fingerprint: str) -> None:
-    if fingerprint and model.vocab_fingerprint and model.vocab_fingerprint != fingerprint:
-        state.problems.append(
-            f"the vocabulary of {model.name} is {model.vocab_fingerprint[:12]}, that of the "
-            f"configured model is {fingerprint[:12]}"
-        )
+def _offer_from_pb(pb: proposer_pb2.GetProposerInfoResponse) -> HelloAck:
+    """A description holds what the answer to a verifier's greeting would, under the same names."""
+    names = {field.name for field in proposer_pb2.HelloAck.DESCRIPTOR.fields}
+    shared = names & {field.name for field in pb.DESCRIPTOR.fields}
+    ack = proposer_pb2.HelloAck(**{name: getattr(pb, name) for name in shared})
+    return hello_ack_from_pb(ack)
 
 
 def _unreachable(error: grpc.aio.AioRpcError) -> str:

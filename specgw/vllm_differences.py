@@ -83,7 +83,7 @@ DIFFERENCES = (
         "suffix-package",
         "Refuses `suffix` unless the package `arctic-inference` is installed.",
         "Needs no package.",
-        "specgw's suffix trees are its own.",
+        "specgw does not depend on it.",
     ),
     Difference(
         "internal-keys",
@@ -116,6 +116,12 @@ DIFFERENCES = (
         "Refuses what specgw's engine does not run: M-RoPE, multimodal, quantized and "
         "encoder-decoder models, weights that are no floating point numbers.",
         "What would be computed wrongly is refused by name.",
+    ),
+    Difference(
+        "speculators",
+        "Given a draft in the speculators format as `model`, loads the target that it names.",
+        "Refuses it and says which keys to set.",
+        "The target, its tokenizer, K and the method would follow from a file of the draft.",
     ),
     Difference(
         "rows",

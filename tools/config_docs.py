@@ -49,7 +49,8 @@ error that names the nearest one. Kubernetes sets `SPECGW_PORT` and the like for
 `specgw`: give such pods `enableServiceLinks: false`.
 
 `speculative_config` is a mapping in the file and in Python, and JSON after `--speculative-config`
-(`-sc`); `--spec-method`, `--spec-model` and `--spec-tokens` set one key of it.
+(`-sc`); `--spec-method`, `--spec-model`, `--spec-tokens` and `--speculative-config.KEY VALUE` set
+one key of it.
 
 `specgw check`, with the same arguments as `specgw serve`, tells all problems of a configuration
 and its models at once without loading weights, and prints what follows from it: every key's value,

@@ -86,7 +86,8 @@ def main(vllm_python: Path, verbose: bool) -> None:
             print(f"differs: {row.id}: {our_own.verdict} here, {their_verdict} by vLLM: ", end="")
             print(row.difference)
     num_different = sum(differences.values())
-    print(*surprises, sep="\n")
+    for surprise in surprises:
+        print(f"unexpected: {surprise}")
     print(", ".join(f"{name} {count}" for name, count in sorted(differences.items())))
     print(
         f"{len(table)} configurations: {len(table) - num_different} judged alike, {num_different} "

@@ -45,6 +45,7 @@ class WatchedLedger(Ledger):
         self.demands: list[Demand] = []
         self.reached_kill = asyncio.Event()
         self.highest = 0
+        self.leaving: dict[int, list[asyncio.Task[Any]]] = {}  # by the claim at which they leave
 
     def claim(self, demand: Demand, avoid: str = "") -> Claim | None:
         claim = super().claim(demand, avoid)
@@ -55,10 +56,13 @@ class WatchedLedger(Ledger):
                 assert one.used.fits(one.capacity)
             if len(self.demands) >= KILL_AT:
                 self.reached_kill.set()
+            for task in self.leaving.pop(len(self.demands), []):
+                task.cancel()
         return claim
 
     def forget(self) -> None:
         """Begins to watch anew."""
+        self.leaving.clear()
         self.demands.clear()
         self.reached_kill.clear()
         self.highest = 0
@@ -238,16 +242,19 @@ async def test_slots_come_back_when_clients_leave_and_the_proposer_is_killed(
             await running.drafting()
             running.ledger.forget()
             rng = random.Random(round_number)
-            loop = asyncio.get_running_loop()
             tasks = [asyncio.create_task(running.complete(n)) for n in range(NUM_REQUESTS)]
             leaving = set(rng.sample(range(NUM_REQUESTS), NUM_REQUESTS // 4))
             for number in leaving:
-                loop.call_later(rng.uniform(0, 4), tasks[number].cancel)
+                # Half of them about when they run, half at any time: most of those while queued.
+                first, last = rng.choice([(number, number + NUM_SLOTS), (1, NUM_REQUESTS)])
+                at = rng.randint(first, last)
+                running.ledger.leaving.setdefault(at, []).append(tasks[number])
             await asyncio.wait_for(running.ledger.reached_kill.wait(), 120)
             os.kill(running.children[1].pid, signal.SIGKILL)
             answers = await asyncio.gather(*tasks, return_exceptions=True)
             await running.idle()
 
+            assert any(isinstance(answer, asyncio.CancelledError) for answer in answers)
             for number, answer in enumerate(answers):
                 if isinstance(answer, asyncio.CancelledError):
                     assert number in leaving

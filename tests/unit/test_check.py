@@ -168,6 +168,11 @@ def test_flag_file_and_dict_mean_the_same(checkpoints: Path) -> None:
         ["--config", str(write_yaml(checkpoints / "nested.yaml", raw))],
         ["--config", str(write_yaml(checkpoints / "hyphened.yaml", hyphened))],
         aliases,
+        [
+            raw["model"],
+            *("--speculative_config.model", drafting["model"]),
+            "--speculative-config.num-speculative-tokens=12",
+        ],
     ]
 
     reports = [json.loads(run(*way, "--json").stdout) for way in ways]
@@ -227,6 +232,16 @@ def test_a_retired_flag_names_its_replacement(command: str, flag: str, hint: str
     assert result.exit_code == CONFIG_EXIT_CODE
     assert f"specgw: {flag}: use --speculative-config" in result.stderr
     assert hint in result.stderr
+
+
+def test_retired_flags_need_no_value_and_are_told_together() -> None:
+    flags = ["--speculative-disable-mqa-scorer", "--use-v2-block-manager"]
+
+    result = CliRunner().invoke(main, ["serve", "m", *flags])
+
+    assert result.exit_code == CONFIG_EXIT_CODE
+    for flag in flags:
+        assert f"{flag}: was removed from vLLM" in result.stderr
 
 
 def test_no_service_that_runs_is_a_problem(checkpoints: Path) -> None:

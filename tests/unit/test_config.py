@@ -5,7 +5,13 @@ from typing import Any
 
 import pytest
 
-from specgw.config import DEFAULT_CONFIG, EngineArgs, load_config, parse_config
+from specgw.config import (
+    DEFAULT_CONFIG,
+    EngineArgs,
+    load_config,
+    parse_config,
+    validate_config,
+)
 from specgw.errors import ConfigError
 
 DRAFT = {"model": "tiny/draft", "num_speculative_tokens": 4}
@@ -109,6 +115,46 @@ def test_a_mapping_and_json_mean_the_same(speculative_config: Any) -> None:
             {"model": "m", "speculative_config": {"model": "d", "num_speculative_tokens": 5}}
         ).speculative_config
     )
+
+
+@pytest.mark.parametrize("name", ["deepseek_mtp", "qwen3_next_mtp"])
+def test_a_deprecated_method_warns_and_means_mtp(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    raw = {"model": "m", "speculative_config": {"method": name, "num_speculative_tokens": 1}}
+
+    args = validate_config(raw)
+
+    assert args.speculative_config is not None
+    assert (args.speculative_config.method, args.speculative_config.model) == ("mtp", "m")
+    assert "this method is deprecated: use mtp" in caplog.messages
+
+
+def test_what_the_config_says_follows_once_more_from_its_dump() -> None:
+    for drafting in (
+        {"method": "ngram", "num_speculative_tokens": 3},
+        {"method": "suffix"},
+        {"method": "dflash", "model": "d", "num_speculative_tokens": 3},
+        {"model": "d", "num_speculative_tokens": 3, "attention_backend": "flash_attn"},
+    ):
+        args = validate_config({"model": "m", "speculative_config": drafting})
+
+        assert validate_config(args.model_dump(mode="json", exclude_none=True)) == args
+
+
+@pytest.mark.parametrize("broken", [{"port": "x"}, {"speculative_config": {"temperature": 1}}])
+def test_rules_hold_beside_wrong_keys(broken: dict[str, Any]) -> None:
+    raw = draft(draft_tensor_parallel_size=3)
+    drafting = raw["speculative_config"] | broken.get("speculative_config", {})
+
+    found = problems(raw | broken | {"speculative_config": drafting})
+
+    assert len(found) == 2
+    assert found[1].startswith("speculative_config.draft_tensor_parallel_size: must be 1 or")
+
+
+def test_other_names_of_data_types_are_those_of_vllm() -> None:
+    assert parse_config({"model": "m", "dtype": "half"}).dtype == "float16"
 
 
 def test_hyphens_are_underscores() -> None:

@@ -1,8 +1,11 @@
 """vLLM's table of extra input rows and its KV lookahead."""
 
+from typing import get_args
+
 import pytest
 
 from specgw.slots import METHODS, SLOTS_TABLE, extra_slots, kv_lookahead
+from specgw.vllm_names import DEPRECATED_METHODS, Method
 
 K = 12
 
@@ -47,7 +50,8 @@ def test_dspark_that_fills_in_needs_one_more_slot() -> None:
 
 
 def test_every_method_is_in_both_tables() -> None:
-    for method in METHODS:
+    assert set(METHODS) == set(get_args(Method))
+    for method in (*METHODS, *DEPRECATED_METHODS):
         assert 0 <= extra_slots(method, K) <= K
         assert 0 <= kv_lookahead(method, K) <= K + 1
 

@@ -162,6 +162,22 @@ async def test_a_cancelled_wait_takes_no_slot() -> None:
     assert is_empty(admission)
 
 
+async def test_one_that_has_just_left_the_queue_takes_no_place_in_it() -> None:
+    admission = admission_of(1, 1)
+    async with admission.slot(DEMAND):
+        waits = [asyncio.create_task(hold(admission, asyncio.Event(), asyncio.Event()))]
+        await asyncio.sleep(0)
+        waits[0].cancel()  # it has not run since
+
+        waits.append(asyncio.create_task(hold(admission, asyncio.Event(), asyncio.Event())))
+        await asyncio.sleep(0)
+
+        assert not waits[1].done()
+        waits[1].cancel()
+    await asyncio.wait(waits)
+    assert is_empty(admission)
+
+
 async def test_a_slot_given_in_the_moment_of_cancellation_comes_back() -> None:
     admission = admission_of(1, 1)
 
