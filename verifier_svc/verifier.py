@@ -6,10 +6,9 @@ Knows nothing of sessions' lives, proposers or clocks: caches and tokens in, out
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from specgw.engine.kv_cache import SequenceCache
 from specgw.engine.model_runner import ModelRunner, SequenceChunk
 from specgw.engine.sampling import RowSampling, sample
-
-from specgw.engine.kv_cache import SequenceCache
 from specgw.types import SamplingParams
 from verifier_svc.rejection_sampler import accept_matching
 
