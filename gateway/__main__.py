@@ -5,6 +5,7 @@ import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import click
@@ -12,6 +13,7 @@ import click
 from gateway.admission import Admission
 from gateway.generation import TextGenerator
 from gateway.http_server import HttpServer
+from gateway.ledger import Ledger
 from gateway.metrics import Metrics
 from gateway.openai_api import OpenAIApi, build_app
 from gateway.request_builder import RequestBuilder
@@ -22,6 +24,7 @@ from gateway.tokenizer import Tokenizer, load_tokenizer
 from specgw.config import EngineArgs, load_config
 from specgw.errors import ConfigError
 from specgw.exit_codes import exit_on_config_error
+from specgw.handshake import verifier_mismatches
 from specgw.model_files import resolve_model
 from specgw.server import ServiceServer, drain_requested
 from specgw.telemetry import configure_logging
@@ -59,15 +62,22 @@ async def serving(
     """Serves inside the block; leaving it drains."""
     settings = args.specgw.gateway
     metrics = Metrics(args.served_model_names[0])
+    ledger = Ledger()
     admission = Admission(
-        settings.max_concurrent_requests, settings.max_queued_requests, settings.queue_timeout_s
+        ledger,
+        settings.max_concurrent_requests,
+        settings.max_queued_requests,
+        settings.queue_timeout_s,
+        settings.max_concurrent_requests_per_key,
     )
     router = Router(
         verifiers,
-        tokenizer.fingerprint,
+        ledger,
+        partial(verifier_mismatches, args, tokenizer.fingerprint, tokenizer.vocab_size),
         tls=args.specgw.tls,
         reopen_timeout_s=settings.reopen_timeout_s,
         on_reopen=metrics.reopened.inc,
+        on_change=admission.grant,
     )
     builder = RequestBuilder(router, args.max_model_len, args.max_draft_tokens, args.seed)
     generator = TextGenerator(tokenizer, router, admission, metrics, settings.request_timeout_s)

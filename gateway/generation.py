@@ -11,6 +11,7 @@ from contextlib import aclosing
 
 from gateway.admission import Admission
 from gateway.detokenizer import Detokenizer, TextOutput
+from gateway.ledger import Demand
 from gateway.metrics import Metrics
 from gateway.routing import Router
 from gateway.tokenizer import Tokenizer
@@ -35,11 +36,12 @@ class TextGenerator:
         self._metrics = metrics
         self._request_timeout_s = request_timeout_s
         metrics.watch_load(lambda: admission.running_count, lambda: admission.waiting_count)
+        metrics.watch_ledger(admission.ledger)
 
     @property
-    def max_running(self) -> int:
-        """Most requests answered at once."""
-        return self._admission.max_running
+    def max_at_once(self) -> int:
+        """Requests of one caller that may be answered at once."""
+        return self._admission.max_at_once
 
     def deadline(self, time_left_s: float | None = None) -> float:
         """Returns the `time.monotonic()` by which a request that came now must be done.
@@ -50,22 +52,25 @@ class TextGenerator:
         return time.monotonic() + min(limit for limit in limits if limit is not None)
 
     async def generate(
-        self, request: GenerateRequest, deadline: float
+        self, request: GenerateRequest, deadline: float, caller: int | None = None
     ) -> AsyncGenerator[TextOutput, None]:
         """Streams the answer. Leaving the iteration early ends the work everywhere.
 
         If the answer breaks off with an error, all text generated before was yielded. Callers wrap
         the iteration in `ended_by(deadline)`: no timer in here could end it between two outputs.
+        `caller` is the number of the client's API key, if there are keys.
         """
         timer = self._metrics.time_request()
         detokenizer = Detokenizer(self._tokenizer.backend, request, self._tokenizer.eos_token_id)
         stats = SpeculationStats()
         try:
+            self._router.check_ready()
             async with (
-                self._admission.slot(),
-                aclosing(self._router.generate(request, deadline)) as outputs,
+                self._admission.slot(_demand(request), caller, deadline) as slot,
+                aclosing(self._router.generate(request, slot, deadline)) as outputs,
             ):
                 timer.admitted(len(request.prompt_token_ids))
+                self._metrics.count_undrafted_request(slot.claim.undrafted)
                 async for output in outputs:
                     text_output = detokenizer.push(output)
                     stats = text_output.speculation
@@ -87,3 +92,9 @@ class TextGenerator:
         finally:
             self._metrics.count_speculation(stats)
         yield text_output
+
+
+def _demand(request: GenerateRequest) -> Demand:
+    max_tokens = request.sampling_params.max_tokens
+    assert max_tokens is not None, "the request builder sets it"
+    return Demand(len(request.prompt_token_ids), max_tokens, request.max_draft_tokens)

@@ -4,11 +4,14 @@ Every gateway has a registry of its own. The caller is `generation.py`.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
-from specgw.types import SpeculationStats
+from gateway.ledger import Ledger
+from specgw.types import SpeculationStats, UndraftedReason
 
 _LABELS = ("model_name", "engine")
 # vLLM's buckets, so that quantiles compare.
@@ -68,6 +71,11 @@ class Metrics:
         self._undrafted = self._labelled_counter(
             "specgw_gateway_undrafted_rounds", "Decode rounds without a draft.", "reason"
         )
+        self._undrafted_requests = self._labelled_counter(
+            "specgw_gateway_undrafted_requests",
+            "Requests admitted without a place on a proposer.",
+            "reason",
+        )
         self._failed = self._labelled_counter(
             "specgw_gateway_failed_requests", "Requests that ended with an error.", "error"
         )
@@ -81,6 +89,15 @@ class Metrics:
         """Reads the two gauges from their owner whenever they are scraped."""
         self._running.set_function(running)
         self._waiting.set_function(waiting)
+
+    def watch_ledger(self, ledger: Ledger) -> None:
+        """Exports what is claimed of each service whenever it is scraped."""
+        self.registry.register(_LedgerCollector(ledger))
+
+    def count_undrafted_request(self, reason: UndraftedReason | None) -> None:
+        """Counts a request that was admitted undrafted, if there is a reason."""
+        if reason is not None:
+            self._undrafted_requests.labels(*self._label_values, reason.value).inc()
 
     def time_request(self) -> "RequestTimer":
         """Begins to time a request that arrives now."""
@@ -124,6 +141,26 @@ class Metrics:
             f"vllm:{name}", text, _LABELS, registry=self.registry, buckets=buckets
         )
         return histogram.labels(*self._label_values)
+
+
+class _LedgerCollector(Collector):
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+
+    def collect(self) -> Iterator[Metric]:
+        labels = ("service", "name", "kind")
+        used = GaugeMetricFamily(
+            "specgw_gateway_slots_used", "Claimed of a service.", labels=labels
+        )
+        capacity = GaugeMetricFamily(
+            "specgw_gateway_slots_capacity", "Most that can be claimed of a service.", labels=labels
+        )
+        for service, name, account in self._ledger.accounts():
+            for kind in ("sequences", "step_tokens", "kv_tokens"):
+                used.add_metric([service, name, kind], getattr(account.used, kind))
+                capacity.add_metric([service, name, kind], getattr(account.capacity, kind))
+        yield used
+        yield capacity
 
 
 class RequestTimer:

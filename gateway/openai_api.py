@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from gateway.api_keys import ApiKeyGuard
+from gateway.api_keys import ApiKeyGuard, caller_of
 from gateway.concurrency import ended_by, run_together
 from gateway.event_stream import EventSender, EventStream, run_until_disconnect
 from gateway.generation import TextGenerator
@@ -198,14 +198,14 @@ class OpenAIApi:
             for index, generation in enumerate(generations)
         ]
         headers = {"x-request-id": form.response_id}
-        deadline = self._generator.deadline()
+        caller, deadline = caller_of(request.scope), self._generator.deadline()
         if not body.stream:
-            work = self._collect(form, answers, generations, deadline)
+            work = self._collect(form, answers, generations, deadline, caller)
             status, content = await run_until_disconnect(request.receive, work)
             return JSONResponse(content, status, headers)
 
         async def produce(events: EventSender) -> None:
-            await self._stream(events, body, form, answers, generations, deadline)
+            await self._stream(events, body, form, answers, generations, deadline, caller)
 
         return EventStream(produce, headers)
 
@@ -215,15 +215,16 @@ class OpenAIApi:
         answers: Sequence[Answer],
         generations: Sequence[GenerateRequest],
         deadline: float,
+        caller: int | None,
     ) -> tuple[int, Body]:
         """Returns status and body. If the work broke off, the body has the error and what came."""
 
         async def collect(answer: Answer, generation: GenerateRequest) -> None:
-            async with aclosing(self._generator.generate(generation, deadline)) as outputs:
+            async with aclosing(self._generator.generate(generation, deadline, caller)) as outputs:
                 async for output in outputs:
                     answer.add_whole(output)
 
-        at_once = self._generator.max_running
+        at_once = self._generator.max_at_once
         try:
             async with ended_by(deadline):
                 await run_together(collect, answers, generations, at_once=at_once)
@@ -241,11 +242,12 @@ class OpenAIApi:
         answers: Sequence[Answer],
         generations: Sequence[GenerateRequest],
         deadline: float,
+        caller: int | None,
     ) -> None:
         """Sends all answers, their chunks mixed. An error after the first chunk is the last one."""
 
         async def stream(answer: Answer, generation: GenerateRequest) -> None:
-            async with aclosing(self._generator.generate(generation, deadline)) as outputs:
+            async with aclosing(self._generator.generate(generation, deadline, caller)) as outputs:
                 async for output in outputs:
                     opening = form.opening(answer) if answer.last is None else None
                     answer.add(output)
@@ -253,7 +255,7 @@ class OpenAIApi:
                     for event in filter(None, (opening, chunk)):
                         await events.send(event)
 
-        at_once = self._generator.max_running
+        at_once = self._generator.max_at_once
         try:
             async with ended_by(deadline):
                 await run_together(stream, answers, generations, at_once=at_once)

@@ -1,8 +1,10 @@
 """Finds a verifier for each request and carries the request from one to the next when one is lost.
 
-The only module that talks to verifiers. A request is cut off only when no verifier comes back in
-time: until then it is opened again with the tokens delivered so far and the same seed, which gives
-the same output as if nothing had happened. The caller is `generation.py`.
+The only module that talks to verifiers. It opens in the ledger those that serve and that fit the
+gateway's configuration; which of them gets a request is the slot's claim. A request is cut off only
+when no verifier comes back in time: until then it is opened again with the tokens delivered so far
+and the same seed, which gives the same output as if nothing had happened. The caller is
+`generation.py`.
 """
 
 import asyncio
@@ -13,10 +15,13 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from itertools import zip_longest
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from gateway.admission import Slot
+from gateway.ledger import Ledger
 from specgw.channel import open_channel, status_to_error
 from specgw.config import TlsSettings
 from specgw.errors import (
@@ -27,36 +32,43 @@ from specgw.errors import (
     SpecgwError,
 )
 from specgw.types import (
-    PROTOCOL_VERSION,
     GenerateOutput,
     GenerateRequest,
     ModelDescription,
     SpeculationStats,
+    VerifierInfo,
 )
 from specgw.v1 import verifier_pb2, verifier_pb2_grpc
 from specgw.wire import (
     generate_output_from_pb,
     generate_request_to_pb,
-    model_description_from_pb,
+    verifier_info_from_pb,
 )
 
 logger = logging.getLogger(__name__)
 
 _INFO_TIMEOUT_S = 10.0
+_INFO_INTERVAL_S = 1.0  # between looks at what a serving verifier and its proposers have loaded
+_CONNECTING_INTERVAL_S = 0.2  # the same while one of its proposers is not connected
 _MIN_BACKOFF_S = 0.05
 _MAX_BACKOFF_S = 2.0
 
+# Returns one line for each reason why a verifier must not be used.
+Compare = Callable[[VerifierInfo], Sequence[str]]
+
 
 class Verifier:
-    """One verifier as seen from here: its channel, whether it serves, and our load on it."""
+    """One verifier as seen from here: its channel, whether it serves, and what it has loaded."""
 
-    def __init__(self, address: str, vocab_fingerprint: str, tls: TlsSettings | None) -> None:
+    def __init__(
+        self, address: str, ledger: Ledger, compare: Compare, tls: TlsSettings | None
+    ) -> None:
         self.address = address
-        self.running_count = 0
         self.is_serving = False
         self.detail = "not connected yet"
-        self.target_model: ModelDescription | None = None
-        self._vocab_fingerprint = vocab_fingerprint
+        self.info: VerifierInfo | None = None
+        self._ledger = ledger
+        self._compare = compare
         self._channel = open_channel(address, tls)
         self._stub = verifier_pb2_grpc.VerifierServiceStub(self._channel)
         self._health = health_pb2_grpc.HealthStub(self._channel)
@@ -70,11 +82,12 @@ class Verifier:
                 health_pb2.HealthCheckRequest(service=""), wait_for_ready=True
             )
             try:
-                async for update in updates:
-                    await self._learn(update.status == health_pb2.HealthCheckResponse.SERVING)
-                    on_change()
-                    if self.is_serving:
-                        backoff = _Backoff()
+                async with aclosing(self._statuses(updates)) as statuses:
+                    async for is_serving in statuses:
+                        await self._learn(is_serving)
+                        on_change()
+                        if self.is_serving:
+                            backoff = _Backoff()
                 self._lost("it ended the health watch")
             except grpc.aio.AioRpcError as error:
                 self._lost(f"{error.code().name}: {error.details()}")
@@ -96,7 +109,6 @@ class Verifier:
         Raises:
             SpecgwError: as the verifier raised it; `NotReady` if the connection was lost.
         """
-        self.running_count += 1
         call = self._stub.Generate(
             generate_request_to_pb(request), timeout=max(0.0, deadline - time.monotonic())
         )
@@ -108,43 +120,70 @@ class Verifier:
         except grpc.aio.AioRpcError as error:
             raise status_to_error(error) from error
         finally:
-            self.running_count -= 1
             call.cancel()
 
     async def close(self) -> None:
         """Ends the connection and every call on it."""
         await self._channel.close()
 
+    async def _statuses(self, updates: Any) -> AsyncGenerator[bool, None]:
+        """Yields whether it serves, at every change and, while it does, once in a while."""
+        reading = asyncio.ensure_future(updates.read())
+        try:
+            while True:
+                await asyncio.wait({reading}, timeout=self._interval_s())
+                if not reading.done():
+                    yield True
+                    continue
+                update = reading.result()
+                if update is grpc.aio.EOF:
+                    return
+                yield update.status == health_pb2.HealthCheckResponse.SERVING
+                reading = asyncio.ensure_future(updates.read())
+        finally:
+            reading.cancel()
+
+    def _interval_s(self) -> float | None:
+        if not self.is_serving or self.info is None:
+            return None
+        proposers = self.info.proposers if self.info.max_draft_tokens else ()
+        is_whole = all(proposer.is_connected for proposer in proposers)
+        return _INFO_INTERVAL_S if is_whole else _CONNECTING_INTERVAL_S
+
     async def _learn(self, is_serving: bool) -> None:
         if not is_serving:
             self._lost("not serving: it is loading or draining")
             return
+        await self._meet()
         if not self.is_serving:
-            await self._meet()
             self.is_serving = True
             self.detail = "serving"
             logger.info("verifier is serving", extra={"verifier": self.address})
 
     async def _meet(self) -> None:
-        info = await self._stub.GetVerifierInfo(
+        """Asks what is loaded, and opens the verifier's accounts if it is what it should be."""
+        response = await self._stub.GetVerifierInfo(
             verifier_pb2.GetVerifierInfoRequest(), timeout=_INFO_TIMEOUT_S
         )
-        model = model_description_from_pb(info.target_model)
-        mismatches = []
-        if info.protocol_version != PROTOCOL_VERSION:
-            mismatches.append(
-                f"verifier {self.address} speaks version {info.protocol_version} of the contract, "
-                f"the gateway version {PROTOCOL_VERSION}"
-            )
-        if model.vocab_fingerprint and model.vocab_fingerprint != self._vocab_fingerprint:
-            mismatches.append(
-                f"verifier {self.address} runs {model.name} with vocabulary "
-                f"{model.vocab_fingerprint[:12]}, the gateway's tokenizer has "
-                f"{self._vocab_fingerprint[:12]}: both must be configured with the same model"
-            )
-        if mismatches:
+        info = verifier_info_from_pb(response)
+        if mismatches := self._compare(info):
             raise IncompatibleModels(mismatches)
-        self.target_model = model
+        self._tell_proposers(info)
+        self.info = info
+        self._ledger.open(self.address, info)
+
+    def _tell_proposers(self, info: VerifierInfo) -> None:
+        before = {one.address: one.detail for one in self.info.proposers} if self.info else {}
+        for one in info.proposers if info.max_draft_tokens else ():
+            if one.detail and one.detail != before.get(one.address):
+                logger.warning(
+                    "proposer is not available",
+                    extra={
+                        "verifier": self.address,
+                        "proposer": one.address,
+                        "detail": one.detail,
+                    },
+                )
 
     def _lost(self, detail: str) -> None:
         if self.is_serving or detail != self.detail:
@@ -153,6 +192,7 @@ class Verifier:
             )
         self.is_serving = False
         self.detail = detail
+        self._ledger.close(self.address)
 
 
 class Router:
@@ -160,23 +200,28 @@ class Router:
 
     Args:
         addresses: At least one, `host:port` or `unix:path`.
-        vocab_fingerprint: Of the gateway's tokenizer; a verifier with another one is not used.
+        ledger: Where verifiers that serve are opened.
+        compare: Says why a verifier must not be used.
         reopen_timeout_s: How long a request that lost its verifier waits for the next one.
         on_reopen: Called whenever a request is opened again.
+        on_change: Called whenever the ledger's accounts may have changed.
     """
 
     def __init__(
         self,
         addresses: Sequence[str],
-        vocab_fingerprint: str,
+        ledger: Ledger,
+        compare: Compare,
         *,
         tls: TlsSettings | None = None,
         reopen_timeout_s: float = 30.0,
         on_reopen: Callable[[], None] = lambda: None,
+        on_change: Callable[[], None] = lambda: None,
     ) -> None:
-        self._verifiers = [Verifier(address, vocab_fingerprint, tls) for address in addresses]
+        self._verifiers = [Verifier(address, ledger, compare, tls) for address in addresses]
         self._reopen_timeout_s = reopen_timeout_s
         self._on_reopen = on_reopen
+        self._tell_change = on_change
         self._changed = asyncio.Event()  # replaced at every change
         self._watches: list[asyncio.Task[None]] = []
 
@@ -207,13 +252,22 @@ class Router:
     @property
     def target_model(self) -> ModelDescription | None:
         """The target model as a verifier describes it, once one was reached."""
-        known = (verifier.target_model for verifier in self._verifiers)
-        return next((model for model in known if model is not None), None)
+        known = (verifier.info for verifier in self._verifiers)
+        return next((info.target_model for info in known if info is not None), None)
 
     @property
     def states(self) -> str:
         """What is known of each verifier, for people."""
         return "; ".join(f"{verifier.address}: {verifier.detail}" for verifier in self._verifiers)
+
+    def check_ready(self) -> None:
+        """Refuses if no verifier is serving.
+
+        Raises:
+            NotReady: with what is known of each.
+        """
+        if not self.is_ready:
+            raise NotReady(f"no verifier is serving ({self.states})")
 
     async def ready(self) -> None:
         """Waits until some verifier is serving."""
@@ -225,7 +279,7 @@ class Router:
         await self._changed.wait()
 
     async def generate(
-        self, request: GenerateRequest, deadline: float
+        self, request: GenerateRequest, slot: Slot, deadline: float
     ) -> AsyncGenerator[GenerateOutput, None]:
         """Streams the output of a request with a seed, on as many verifiers as it takes.
 
@@ -233,6 +287,7 @@ class Router:
 
         Args:
             request: Its seed is set, or every attempt would draw its own.
+            slot: Says which verifier and which proposer; moves along with the request.
             deadline: `time.monotonic()` at which the work is worthless.
 
         Raises:
@@ -242,10 +297,10 @@ class Router:
         """
         delivered = list(request.output_token_ids)
         earlier, stats = SpeculationStats(), SpeculationStats()
-        verifier = self._choose(None)
         reopen_by, backoff = deadline, _Backoff()
         while True:
-            attempt = replace(request, output_token_ids=tuple(delivered))
+            verifier = next(one for one in self._verifiers if one.address == slot.claim.verifier)
+            attempt = _attempt(request, slot, delivered)
             try:
                 async with aclosing(verifier.generate(attempt, deadline)) as outputs:
                     async for output in outputs:
@@ -259,6 +314,7 @@ class Router:
             except (NotReady, Cancelled, Overloaded) as error:
                 if isinstance(error, Overloaded) and not delivered:
                     raise
+                slot.leave()
                 logger.warning(
                     "request lost its verifier",
                     extra={
@@ -271,23 +327,15 @@ class Router:
                 if backoff.is_fresh:
                     reopen_by = time.monotonic() + self._reopen_timeout_s
                 earlier = stats
-                wait_s = backoff.next_s()
-                verifier = await self._next(verifier, min(reopen_by, deadline), wait_s)
+                await self._move(slot, verifier, min(reopen_by, deadline), backoff.next_s())
                 self._on_reopen()
 
-    def _choose(self, lost: Verifier | None) -> Verifier:
-        serving = [verifier for verifier in self._verifiers if verifier.is_serving]
-        if not serving:
-            raise NotReady(f"no verifier is serving ({self.states})")
-        return min(serving, key=lambda one: (one is lost, one.running_count))
-
-    async def _next(self, lost: Verifier, give_up_at: float, wait_s: float) -> Verifier:
-        """Waits for a verifier, preferably another one than `lost`."""
+    async def _move(self, slot: Slot, lost: Verifier, give_up_at: float, wait_s: float) -> None:
+        """Waits for room on a verifier, preferably on another one than `lost`."""
         try:
             async with asyncio.timeout(max(0.0, give_up_at - time.monotonic())):
                 await asyncio.sleep(wait_s)
-                await self.ready()
-                return self._choose(lost)
+                await slot.move(lost.address)
         except TimeoutError:
             raise NotReady(
                 f"no verifier took the request up again within {self._reopen_timeout_s:g} s "
@@ -297,6 +345,7 @@ class Router:
     def _on_change(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
+        self._tell_change()
 
 
 class _Backoff:
@@ -315,6 +364,17 @@ class _Backoff:
         wait_s = self._wait_s * random.uniform(0.5, 1.0)
         self._wait_s = min(2 * self._wait_s, _MAX_BACKOFF_S)
         return wait_s
+
+
+def _attempt(request: GenerateRequest, slot: Slot, delivered: Sequence[int]) -> GenerateRequest:
+    """Returns the request as the slot's verifier gets it."""
+    claim = slot.claim
+    return replace(
+        request,
+        output_token_ids=tuple(delivered),
+        proposer_address=claim.proposer,
+        max_draft_tokens=request.max_draft_tokens if claim.may_draft else 0,
+    )
 
 
 def _total(earlier: SpeculationStats, stats: SpeculationStats) -> SpeculationStats:

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 
 from gateway.admission import Admission
-from gateway.api_keys import UNKNOWN_KEY, is_authorized
+from gateway.api_keys import UNKNOWN_KEY, find_key
 from gateway.concurrency import ended_by
 from gateway.detokenizer import TextOutput
 from gateway.generation import TextGenerator
@@ -62,12 +62,12 @@ class GatewayService(gateway_pb2_grpc.GatewayServiceServicer):
         request: gateway_pb2.GatewayServiceGenerateRequest,
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> None:
-        await self._authenticate(context)
+        caller = await self._authenticate(context)
         deadline = self._generator.deadline(context.time_remaining())
         generation = await self._generation(request)
         seed = generation.sampling_params.seed
         num_output_tokens = 0
-        answer = self._generator.generate(generation, deadline)
+        answer = self._generator.generate(generation, deadline, caller)
         async with ended_by(deadline), aclosing(answer) as outputs:
             async for output in outputs:
                 num_output_tokens += len(output.token_ids)
@@ -131,11 +131,15 @@ class GatewayService(gateway_pb2_grpc.GatewayServiceServicer):
             names=names,
         )
 
-    async def _authenticate(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    async def _authenticate(self, context: grpc.aio.ServicerContext[Any, Any]) -> int | None:
+        """Returns the number of the caller's key, if there are keys."""
+        if not self._args.api_key:
+            return None
         metadata = dict(context.invocation_metadata() or ())
-        authorization = str(metadata.get("authorization", ""))
-        if self._args.api_key and not is_authorized(authorization, self._args.api_key):
+        caller = find_key(str(metadata.get("authorization", "")), self._args.api_key)
+        if caller is None:
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, UNKNOWN_KEY)
+        return caller
 
 
 def _response(output: TextOutput) -> gateway_pb2.GatewayServiceGenerateResponse:

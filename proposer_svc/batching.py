@@ -1,19 +1,22 @@
 """Chooses which rows the next forward pass feeds, and finds the memory for them."""
 
 from proposer_svc.session_table import Session, SessionTable
+from specgw.budget import PREFILL_CHUNK
 from specgw.engine.kv_cache import OutOfBlocks
-
-# Most prefill rows beside sessions whose block is nearly ready, which they delay.
-PREFILL_CHUNK = 256
 
 
 def build_batch(
-    table: SessionTable, max_num_batched_tokens: int
+    table: SessionTable, max_num_batched_tokens: int, mask_rows: int = 0
 ) -> tuple[list[tuple[Session, int]], list[Session]]:
     """Returns sessions with the number of rows to feed, and sessions without memory for theirs.
 
     First come those that wait for a block and are nearly ready, the longest waiting first. A long
     prefill takes what they leave, in small chunks so that it does not delay them much.
+
+    Args:
+        table: The sessions.
+        max_num_batched_tokens: Most rows of the pass, those that drafting adds included.
+        mask_rows: Rows that drafting adds to a session's own missing ones.
     """
     work = sorted((session for session in table if session.has_work), key=_urgency)
     rows_left = prefill_left = max_num_batched_tokens
@@ -22,14 +25,17 @@ def build_batch(
     batch, starved = [], []
     for session in work:
         is_prefill = not _is_nearly_ready(session)
-        rows = min(session.num_missing, rows_left, prefill_left if is_prefill else rows_left)
-        if rows == 0:
+        # As in vLLM: a session whose extra rows do not fit waits for the next pass.
+        extra = mask_rows if session.num_wanted else 0
+        rows_free = rows_left - extra
+        rows = min(session.num_missing, rows_free, prefill_left if is_prefill else rows_free)
+        if rows <= 0:
             continue
         if not _reserve(session, table):
             starved.append(session)
             continue
         batch.append((session, rows))
-        rows_left -= rows
+        rows_left -= rows + (extra if rows == session.num_missing else 0)
         prefill_left -= rows if is_prefill else 0
     return batch, starved
 

@@ -8,18 +8,20 @@ import logging
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from proposer_svc.batching import build_batch
 from proposer_svc.draft_model import draft
 from proposer_svc.session_table import Session, SessionTable
+from specgw.budget import mask_rows
 from specgw.config import EngineArgs
 from specgw.engine.loading import draft_options, load_model
 from specgw.engine.model_runner import ModelRunner
 from specgw.errors import ConfigError, IncompatibleModels
+from specgw.handshake import greeting_mismatches
 from specgw.model_files import resolve_model
+from specgw.slots import extra_slots, kv_lookahead
 from specgw.types import (
-    PROTOCOL_VERSION,
     Commit,
     DraftBlock,
     Hello,
@@ -34,7 +36,6 @@ from specgw.vocab import tokenizer_size
 logger = logging.getLogger(__name__)
 
 METHOD = "draft_model"
-EXTRA_SLOTS_PER_SESSION = 1  # as in vLLM's slot table
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +97,22 @@ class DraftModelProposer:
         self.limits = limits
         self._verifiers: dict[str, _Verifier] = {}
         self._table = SessionTable(limits.max_sessions)
+        self.offer = HelloAck(
+            proposer_id=self.proposer_id,
+            method=METHOD,
+            draft_model=runner.description,
+            max_draft_tokens=limits.max_draft_tokens,
+            extra_slots_per_session=extra_slots(METHOD, limits.max_draft_tokens),
+            max_sessions=limits.max_sessions,
+            kv_lookahead_per_session=kv_lookahead(METHOD, limits.max_draft_tokens),
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+            kv_capacity_tokens=runner.kv_cache.capacity_tokens,
+        )
+        self._mask_rows = mask_rows(self.offer.extra_slots_per_session)
 
     def connect(self, hello: Hello) -> HelloAck:
-        mismatches = _mismatches(hello, self.runner.description)
+        mismatches = greeting_mismatches(hello, self.offer)
+        mismatches += _vocabulary_mismatches(hello.target_model, self.runner.description)
         if mismatches:
             raise IncompatibleModels(mismatches)
         self.disconnect(hello.verifier_id)
@@ -109,14 +123,7 @@ class DraftModelProposer:
             num_ids=num_ids,
             num_draftable_ids=min(num_ids, self.limits.tokenizer_size or num_ids),
         )
-        return HelloAck(
-            proposer_id=self.proposer_id,
-            method=METHOD,
-            draft_model=self.runner.description,
-            max_draft_tokens=verifier.max_draft_tokens,
-            extra_slots_per_session=EXTRA_SLOTS_PER_SESSION,
-            max_sessions=self.limits.max_sessions,
-        )
+        return replace(self.offer, max_draft_tokens=verifier.max_draft_tokens)
 
     def disconnect(self, verifier_id: str) -> None:
         self._verifiers.pop(verifier_id, None)
@@ -141,7 +148,9 @@ class DraftModelProposer:
 
     def step(self) -> list[tuple[str, DraftBlock]]:
         began = time.perf_counter()
-        batch, starved = build_batch(self._table, self.limits.max_num_batched_tokens)
+        batch, starved = build_batch(
+            self._table, self.limits.max_num_batched_tokens, self._mask_rows
+        )
         blocks = [_refusal(session) for session in starved if session.num_wanted]
         for session in starved:
             session.forget_rows()
@@ -229,17 +238,9 @@ def _refusal(session: Session) -> tuple[str, DraftBlock]:
     return session.verifier_id, DraftBlock(session.session_id, length, reason=reason)
 
 
-def _mismatches(hello: Hello, draft_model: ModelDescription) -> list[str]:
-    """Returns one readable line for each reason why the two cannot work together."""
-    target = hello.target_model
+def _vocabulary_mismatches(target: ModelDescription, draft_model: ModelDescription) -> list[str]:
+    """Returns one readable line for each reason why the two models' ids cannot be shared."""
     mismatches = []
-    if hello.protocol_version != PROTOCOL_VERSION:
-        mismatches.append(
-            f"protocol_version: the verifier speaks {hello.protocol_version}, "
-            f"the proposer {PROTOCOL_VERSION}"
-        )
-    if hello.max_draft_tokens < 1:
-        mismatches.append(f"max_draft_tokens: must be at least 1, got {hello.max_draft_tokens}")
     if target.vocab_size < 1:
         mismatches.append(f"target_model.vocab_size: must be at least 1, got {target.vocab_size}")
     fingerprints = {target.vocab_fingerprint, draft_model.vocab_fingerprint} - {""}

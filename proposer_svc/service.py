@@ -11,7 +11,7 @@ import grpc
 
 from proposer_svc.engine_thread import EngineThread
 from proposer_svc.metrics import ProposerMetrics
-from proposer_svc.proposer import EXTRA_SLOTS_PER_SESSION, METHOD, DraftModelProposer
+from proposer_svc.proposer import DraftModelProposer
 from specgw import wire
 from specgw.errors import InvalidRequest, NotReady
 from specgw.types import PROTOCOL_VERSION, DraftBlock, Hello
@@ -82,19 +82,19 @@ class ProposerService(proposer_pb2_grpc.ProposerServiceServicer):
         request: proposer_pb2.GetProposerInfoRequest,
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> proposer_pb2.GetProposerInfoResponse:
-        runner, limits, load = self._proposer.runner, self._proposer.limits, self.engine.load
+        offer, load = self._proposer.offer, self.engine.load
         return proposer_pb2.GetProposerInfoResponse(
             protocol_version=PROTOCOL_VERSION,
-            proposer_id=self._proposer.proposer_id,
-            method=METHOD,
-            draft_model=wire.model_description_to_pb(runner.description),
-            max_draft_tokens=limits.max_draft_tokens,
-            extra_slots_per_session=EXTRA_SLOTS_PER_SESSION,
-            max_sessions=limits.max_sessions,
+            proposer_id=offer.proposer_id,
+            method=offer.method,
+            draft_model=wire.model_description_to_pb(offer.draft_model),
+            max_draft_tokens=offer.max_draft_tokens,
+            extra_slots_per_session=offer.extra_slots_per_session,
+            max_sessions=offer.max_sessions,
             session_count=load.session_count,
-            kv_capacity_tokens=runner.kv_cache.capacity_tokens,
+            kv_capacity_tokens=offer.kv_capacity_tokens,
             kv_used_tokens=load.kv_used_tokens,
-            max_num_batched_tokens=limits.max_num_batched_tokens,
+            max_num_batched_tokens=offer.max_num_batched_tokens,
             draft_token_count=self._metrics.draft_token_count,
             resync_count=self._metrics.resync_count,
         )

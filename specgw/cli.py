@@ -1,42 +1,81 @@
 """The `specgw` command. Each service is imported only when it is asked for."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import click
 
 from specgw import __version__
-from specgw.config import EngineArgs, load_config
+from specgw.check import Report, check_online
+from specgw.check import check as check_config
+from specgw.check_report import as_json, as_text
+from specgw.config import EngineArgs, load_config, merge_config
+from specgw.errors import ConfigError
 from specgw.exit_codes import exit_on_config_error
 from specgw.telemetry import configure_logging
+from specgw.vllm_flags import normalized
+from specgw.vllm_names import RETIRED_FLAGS
 
 _CONFIG = click.option("--config", "file", type=click.Path(path_type=Path), help="YAML file.")
 _LISTEN = click.option("--listen", help="Address: host:port or unix:/path.")
+_RETIRED = f"{__name__}.retired"  # where click keeps what was said of retired flags
 
 # vLLM's flags by the key they set. Values are checked by the configuration, like those of the file.
-_SERVE_FLAGS = {
-    "--host": "host",
-    "--port": "port",
-    "--api-key": "api_key",
-    "--served-model-name": "served_model_name",
-    "--tokenizer": "tokenizer",
-    "--seed": "seed",
-    "--dtype": "dtype",
-    "--device": "device",
-    "--max-model-len": "max_model_len",
-    "--max-num-seqs": "max_num_seqs",
-    "--max-num-batched-tokens": "max_num_batched_tokens",
-    "--gpu-memory-utilization": "gpu_memory_utilization",
-    "--speculative-config": "speculative_config",
+_SERVE_FLAGS: Mapping[tuple[str, ...], str] = {
+    ("--host",): "host",
+    ("--port",): "port",
+    ("--api-key",): "api_key",
+    ("--served-model-name",): "served_model_name",
+    ("--tokenizer",): "tokenizer",
+    ("--seed",): "seed",
+    ("--dtype",): "dtype",
+    ("--device",): "device",
+    ("--max-model-len",): "max_model_len",
+    ("--max-num-seqs",): "max_num_seqs",
+    ("--max-num-batched-tokens",): "max_num_batched_tokens",
+    ("--gpu-memory-utilization",): "gpu_memory_utilization",
+    ("--tensor-parallel-size", "-tp"): "tensor_parallel_size",
+    ("--speculative-config", "-sc"): "speculative_config",
+    ("--spec-method",): "spec_method",
+    ("--spec-model",): "spec_model",
+    ("--spec-tokens",): "spec_tokens",
 }
 
 
+class _VllmCommand(click.Command):
+    """A command whose flags are written as those of `vllm serve`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, normalized(args))
+
+    def invoke(self, ctx: click.Context) -> Any:
+        with exit_on_config_error():
+            if problems := ctx.meta.get(_RETIRED):
+                raise ConfigError(problems)
+        return super().invoke(ctx)
+
+
+def _note_retired(ctx: click.Context, option: click.Parameter, value: object) -> None:
+    if value is not None:
+        flag = option.opts[0]
+        ctx.meta.setdefault(_RETIRED, []).append(f"{flag}: {RETIRED_FLAGS[flag]}")
+
+
 def _serve_flags(command: Callable[..., None]) -> Callable[..., None]:
-    for flag, key in reversed(_SERVE_FLAGS.items()):
-        command = click.option(flag, key, help=f"Sets `{key}`.")(command)
-    return click.option("--tensor-parallel-size", "-tp", help="Only 1.")(command)
+    for flag in RETIRED_FLAGS:  # some took a value, some did not
+        command = click.option(
+            flag,
+            hidden=True,
+            expose_value=False,
+            callback=_note_retired,
+            is_flag=False,
+            flag_value="",
+        )(command)
+    for flags, key in reversed(list(_SERVE_FLAGS.items())):
+        command = click.option(*flags, key, help=f"Sets `{key}`.")(command)
+    return click.argument("model", required=False)(_CONFIG(command))
 
 
 @click.group()
@@ -46,9 +85,7 @@ def main() -> None:
     configure_logging()
 
 
-@main.command()
-@click.argument("model", required=False)
-@_CONFIG
+@main.command(cls=_VllmCommand)
 @_serve_flags
 def serve(model: str | None, file: Path | None, **flags: Any) -> None:
     """Serves MODEL over OpenAI HTTP, with verifier and proposer as children if none are named.
@@ -56,7 +93,40 @@ def serve(model: str | None, file: Path | None, **flags: Any) -> None:
     Without arguments it serves the bundled tiny models.
     """
     with exit_on_config_error():
-        asyncio.run(_serve(load_config(file, {"model": model, **flags})))
+        raw = merge_config(file, {"model": model, **flags})
+        # With verifiers elsewhere, so may be the models.
+        report = check_config(raw, lambda args: not args.specgw.gateway.verifiers)
+        if report.problems or report.args is None:
+            raise ConfigError(report.problems)
+        click.echo(as_text(report), err=True)
+        asyncio.run(_serve(report.args))
+
+
+@main.command(cls=_VllmCommand)
+@_serve_flags
+@click.option("--json", "is_json", is_flag=True, help="Print a report for machines.")
+@click.option("--online", is_flag=True, help="Ask the running services too.")
+@click.option("--timeout", "timeout_s", default=3.0, help="Seconds to wait for each service.")
+def check(
+    model: str | None,
+    file: Path | None,
+    is_json: bool,
+    online: bool,
+    timeout_s: float,
+    **flags: Any,
+) -> None:
+    """Checks what `serve` would do with the same arguments, without loading weights.
+
+    Prints the configuration, the slots table, the budgets and the vocabularies. Ends with 2 and one
+    line for each problem if there is any.
+    """
+    with exit_on_config_error():
+        report = check_config(merge_config(file, {"model": model, **flags}))
+        if online:
+            asyncio.run(check_online(report, timeout_s))
+        _print_report(report, is_json)
+        if report.problems:
+            raise ConfigError(report.problems)
 
 
 @main.command()
@@ -96,6 +166,12 @@ def health(address: str, file: Path | None, timeout_s: float) -> None:
         tls = load_config(file).specgw.tls if file else None
     if not asyncio.run(is_serving(address, timeout_s, tls)):
         raise click.ClickException(f"{address} does not serve")
+
+
+def _print_report(report: Report, is_json: bool) -> None:
+    text = as_json(report) if is_json else as_text(report)
+    if text:
+        click.echo(text)
 
 
 async def _serve(args: EngineArgs) -> None:

@@ -9,7 +9,8 @@ import logging
 from collections.abc import Sequence
 from typing import Protocol
 
-from specgw.errors import SpecgwError
+from specgw.errors import IncompatibleModels, SpecgwError
+from specgw.handshake import greeting_mismatches
 from specgw.types import DraftBlock, Hello, HelloAck, ProposeStep
 
 logger = logging.getLogger(__name__)
@@ -111,6 +112,8 @@ class InProcessLink:
     def _connect(self, hello: Hello, listener: LinkListener) -> None:
         try:
             self._ack = self._proposer.connect(hello)
+            if mismatches := greeting_mismatches(hello, self._ack):
+                raise IncompatibleModels(mismatches)
         except SpecgwError as error:
             self._ack = None
             listener.link_down(self, str(error))

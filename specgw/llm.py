@@ -17,11 +17,11 @@ from proposer_svc.proposer import build_proposer
 from specgw.config import parse_config
 from specgw.engine.loading import load_model, target_options
 from specgw.errors import SpecgwError
+from specgw.handshake import build_hello
 from specgw.link import InProcessLink
 from specgw.types import (
     GenerateOutput,
     GenerateRequest,
-    Hello,
     SamplingParams,
     SpeculationStats,
 )
@@ -97,7 +97,7 @@ class LLM:
         self._session_ids = itertools.count(1)
         self._answers: dict[int, _Answer] = {}
         for link in self._links:
-            hello = Hello(uuid.uuid4().hex, self._runner.description, args.max_draft_tokens)
+            hello = build_hello(uuid.uuid4().hex, self._runner.description, args)
             link.start(hello, self._scheduler.inbox)
 
     def generate(

@@ -112,12 +112,15 @@ class ModelDescription:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """Introduces a verifier to a proposer."""
+    """Introduces a verifier to a proposer. An empty or absent expectation is not compared."""
 
     verifier_id: str
     target_model: ModelDescription
     max_draft_tokens: int
     protocol_version: int = PROTOCOL_VERSION
+    method: str = ""
+    draft_model: str = ""
+    extra_slots_per_session: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +133,35 @@ class HelloAck:
     max_draft_tokens: int
     extra_slots_per_session: int
     max_sessions: int
+    kv_lookahead_per_session: int = 0
+    max_num_batched_tokens: int = 0
+    kv_capacity_tokens: int = 0
+    protocol_version: int = PROTOCOL_VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class ProposerStatus:
+    """A verifier's view of one proposer. `offer` is the last one it made, connected or not."""
+
+    address: str
+    is_connected: bool
+    session_count: int
+    detail: str
+    offer: HelloAck | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class VerifierInfo:
+    """What a verifier has loaded, how much it can hold, and the proposers it knows."""
+
+    verifier_id: str
+    target_model: ModelDescription
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    kv_capacity_tokens: int
+    max_draft_tokens: int
+    kv_lookahead_per_session: int
+    proposers: Sequence[ProposerStatus] = ()
     protocol_version: int = PROTOCOL_VERSION
 
 

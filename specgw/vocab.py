@@ -1,12 +1,64 @@
 """Compares vocabularies by content. No torch: every service does this."""
 
 import hashlib
+import itertools
 import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 
 from tokenizers import Tokenizer
 
+_NUM_DIFFERENCES_TOLD = 3
 _SLOW_TOKENIZER_FILES = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+
+
+class VocabKinship(Enum):
+    """How two models' vocabularies are related."""
+
+    SAME = "same"
+    """The same tokens under the same ids, and embeddings of the same size."""
+    PADDED = "padded twin"
+    """The same tokens under the same ids; one model has more unused rows."""
+    FOREIGN = "foreign"
+    """Some id stands for another token."""
+    UNKNOWN = "unknown"
+    """One of them has no tokenizer to look at."""
+
+
+@dataclass(frozen=True, slots=True)
+class VocabRelation:
+    """Two vocabularies side by side.
+
+    Attributes:
+        kinship: How they are related.
+        target_size: Rows of the target's embedding.
+        draft_size: Rows of the draft's embedding.
+        num_shared_tokens: Tokens, whatever their ids, that both have.
+        differences: The first ids that stand for other tokens, for people.
+    """
+
+    kinship: VocabKinship
+    target_size: int
+    draft_size: int
+    num_shared_tokens: int = 0
+    differences: tuple[str, ...] = ()
+
+
+def relate_vocabs(
+    target_dir: Path, target_size: int, draft_dir: Path, draft_size: int
+) -> VocabRelation:
+    """Compares what the ids of two models stand for. The sizes are those of `config.json`."""
+    target, draft = _read_vocab(target_dir), _read_vocab(draft_dir)
+    if not target or not draft:
+        return VocabRelation(VocabKinship.UNKNOWN, target_size, draft_size)
+    num_shared = len(target.keys() & draft.keys())
+    differences = tuple(itertools.islice(_differences(target, draft), _NUM_DIFFERENCES_TOLD))
+    kinship = VocabKinship.FOREIGN
+    if not differences:
+        kinship = VocabKinship.SAME if target_size == draft_size else VocabKinship.PADDED
+    return VocabRelation(kinship, target_size, draft_size, num_shared, differences)
 
 
 def vocab_fingerprint(model_dir: Path) -> str:
@@ -21,6 +73,19 @@ def tokenizer_size(model_dir: Path) -> int | None:
     """Returns how many ids there are up to the largest that stands for a token."""
     vocab = _read_vocab(model_dir)
     return max(vocab.values()) + 1 if vocab else None
+
+
+def _differences(target: Mapping[str, int], draft: Mapping[str, int]) -> Iterator[str]:
+    of_target = {token_id: token for token, token_id in target.items()}
+    of_draft = {token_id: token for token, token_id in draft.items()}
+    for token_id in sorted(of_target.keys() | of_draft.keys()):
+        one, other = of_target.get(token_id), of_draft.get(token_id)
+        if one != other:
+            yield f"id {token_id} is {_quoted(one)} to the target and {_quoted(other)} to the draft"
+
+
+def _quoted(token: str | None) -> str:
+    return "nothing" if token is None else repr(token)
 
 
 def _read_vocab(model_dir: Path) -> dict[str, int]:

@@ -19,10 +19,12 @@ from specgw.types import (
     HelloAck,
     ModelDescription,
     OpenSession,
+    ProposerStatus,
     ProposeStep,
     SamplingParams,
     SpeculationStats,
     UndraftedReason,
+    VerifierInfo,
 )
 from specgw.v1 import proposer_pb2, types_pb2, verifier_pb2
 
@@ -182,6 +184,11 @@ def hello_from_pb(pb: proposer_pb2.Hello) -> Hello:
         target_model=model_description_from_pb(pb.target_model),
         max_draft_tokens=pb.max_draft_tokens,
         protocol_version=pb.protocol_version,
+        method=pb.method,
+        draft_model=pb.draft_model,
+        extra_slots_per_session=(
+            pb.extra_slots_per_session if pb.HasField("extra_slots_per_session") else None
+        ),
     )
 
 
@@ -191,6 +198,9 @@ def hello_to_pb(hello: Hello) -> proposer_pb2.Hello:
         verifier_id=hello.verifier_id,
         target_model=model_description_to_pb(hello.target_model),
         max_draft_tokens=hello.max_draft_tokens,
+        method=hello.method,
+        draft_model=hello.draft_model,
+        extra_slots_per_session=hello.extra_slots_per_session,
     )
 
 
@@ -202,6 +212,9 @@ def hello_ack_from_pb(pb: proposer_pb2.HelloAck) -> HelloAck:
         max_draft_tokens=pb.max_draft_tokens,
         extra_slots_per_session=pb.extra_slots_per_session,
         max_sessions=pb.max_sessions,
+        kv_lookahead_per_session=pb.kv_lookahead_per_session,
+        max_num_batched_tokens=pb.max_num_batched_tokens,
+        kv_capacity_tokens=pb.kv_capacity_tokens,
         protocol_version=pb.protocol_version,
     )
 
@@ -215,6 +228,79 @@ def hello_ack_to_pb(ack: HelloAck) -> proposer_pb2.HelloAck:
         max_draft_tokens=ack.max_draft_tokens,
         extra_slots_per_session=ack.extra_slots_per_session,
         max_sessions=ack.max_sessions,
+        kv_lookahead_per_session=ack.kv_lookahead_per_session,
+        max_num_batched_tokens=ack.max_num_batched_tokens,
+        kv_capacity_tokens=ack.kv_capacity_tokens,
+    )
+
+
+def proposer_status_from_pb(pb: verifier_pb2.ProposerStatus) -> ProposerStatus:
+    offer = HelloAck(
+        proposer_id=pb.proposer_id,
+        method=pb.method,
+        draft_model=model_description_from_pb(pb.draft_model),
+        max_draft_tokens=pb.max_draft_tokens,
+        extra_slots_per_session=pb.extra_slots_per_session,
+        max_sessions=pb.max_sessions,
+        kv_lookahead_per_session=pb.kv_lookahead_per_session,
+        max_num_batched_tokens=pb.max_num_batched_tokens,
+        kv_capacity_tokens=pb.kv_capacity_tokens,
+    )
+    return ProposerStatus(
+        address=pb.address,
+        is_connected=pb.connected,
+        session_count=pb.session_count,
+        detail=pb.detail,
+        offer=offer if pb.proposer_id else None,
+    )
+
+
+def proposer_status_to_pb(status: ProposerStatus) -> verifier_pb2.ProposerStatus:
+    pb = verifier_pb2.ProposerStatus(
+        address=status.address,
+        connected=status.is_connected,
+        session_count=status.session_count,
+        detail=status.detail,
+    )
+    if (offer := status.offer) is not None:
+        pb.method = offer.method
+        pb.proposer_id = offer.proposer_id
+        pb.draft_model.CopyFrom(model_description_to_pb(offer.draft_model))
+        pb.max_draft_tokens = offer.max_draft_tokens
+        pb.extra_slots_per_session = offer.extra_slots_per_session
+        pb.kv_lookahead_per_session = offer.kv_lookahead_per_session
+        pb.max_sessions = offer.max_sessions
+        pb.max_num_batched_tokens = offer.max_num_batched_tokens
+        pb.kv_capacity_tokens = offer.kv_capacity_tokens
+    return pb
+
+
+def verifier_info_from_pb(pb: verifier_pb2.GetVerifierInfoResponse) -> VerifierInfo:
+    """Unpacks what a verifier has; what it does at the moment is left out."""
+    return VerifierInfo(
+        verifier_id=pb.verifier_id,
+        target_model=model_description_from_pb(pb.target_model),
+        max_num_seqs=pb.max_num_seqs,
+        max_num_batched_tokens=pb.max_num_batched_tokens,
+        kv_capacity_tokens=pb.kv_capacity_tokens,
+        max_draft_tokens=pb.max_draft_tokens,
+        kv_lookahead_per_session=pb.kv_lookahead_per_session,
+        proposers=[proposer_status_from_pb(one) for one in pb.proposers],
+        protocol_version=pb.protocol_version,
+    )
+
+
+def verifier_info_to_pb(verifier: VerifierInfo) -> verifier_pb2.GetVerifierInfoResponse:
+    return verifier_pb2.GetVerifierInfoResponse(
+        protocol_version=verifier.protocol_version,
+        verifier_id=verifier.verifier_id,
+        target_model=model_description_to_pb(verifier.target_model),
+        max_num_seqs=verifier.max_num_seqs,
+        max_num_batched_tokens=verifier.max_num_batched_tokens,
+        kv_capacity_tokens=verifier.kv_capacity_tokens,
+        max_draft_tokens=verifier.max_draft_tokens,
+        kv_lookahead_per_session=verifier.kv_lookahead_per_session,
+        proposers=[proposer_status_to_pb(one) for one in verifier.proposers],
     )
 
 

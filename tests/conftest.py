@@ -14,6 +14,11 @@ VOCAB_SIZE = 97
 MAX_MODEL_LEN = 64
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Lets a soak be asked for; by default the suite is short."""
+    parser.addoption("--load-rounds", type=int, default=1, help="rounds of test_load.py")
+
+
 def _save_random_llama(path: Path, max_model_len: int, seed: int = 0) -> Path:
     """Writes a Llama of a few thousand parameters, large enough ones that its output varies."""
     torch.manual_seed(seed)

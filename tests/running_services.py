@@ -107,12 +107,15 @@ class RunningVerifier:
 
 
 def verifier_args(
-    proposers: Sequence[str] = (), num_draft_tokens: int = 4, **verifier: Any
+    proposers: Sequence[str] = (),
+    num_draft_tokens: int = 4,
+    draft_model: str = "scripted",
+    **verifier: Any,
 ) -> EngineArgs:
     """Returns a configuration that waits for every block, unless told otherwise."""
     return parse_config({
         "model": "scripted",
-        "speculative_config": {"model": "scripted", "num_speculative_tokens": num_draft_tokens},
+        "speculative_config": {"model": draft_model, "num_speculative_tokens": num_draft_tokens},
         "specgw": {
             "verifier": {
                 "proposers": tuple(proposers),

@@ -7,6 +7,7 @@ connection again and again.
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from specgw.errors import InvalidRequest
 from specgw.link import LinkListener, Proposer, ProposerLink
@@ -64,8 +65,11 @@ def script(*token_ids: int) -> Draft:
 class ScriptedProposer:
     """Keeps every session's context as a proposer must, and drafts by a function of it."""
 
-    def __init__(self, draft: Draft, max_draft_tokens: int = 16) -> None:
+    def __init__(
+        self, draft: Draft, max_draft_tokens: int = 16, model: str = SCRIPTED_MODEL.name
+    ) -> None:
         self._draft = draft
+        self._model = replace(SCRIPTED_MODEL, name=model)
         self._max_draft_tokens = max_draft_tokens
         self._wanted: list[tuple[str, Commit]] = []
         self.contexts: dict[tuple[str, int], list[int]] = {}
@@ -75,10 +79,10 @@ class ScriptedProposer:
     def connect(self, hello: Hello) -> HelloAck:
         return HelloAck(
             proposer_id="scripted",
-            method="scripted",
-            draft_model=SCRIPTED_MODEL,
+            method="draft_model",
+            draft_model=self._model,
             max_draft_tokens=self._max_draft_tokens,
-            extra_slots_per_session=0,
+            extra_slots_per_session=1,
             max_sessions=1_000,
         )
 

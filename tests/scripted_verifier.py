@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -11,13 +12,13 @@ from specgw import wire
 from specgw.errors import SpecgwError
 from specgw.server import ServiceServer
 from specgw.types import (
-    PROTOCOL_VERSION,
     FinishReason,
     GenerateOutput,
     GenerateRequest,
     ModelDescription,
     SpeculationStats,
     UndraftedReason,
+    VerifierInfo,
 )
 from specgw.v1 import verifier_pb2, verifier_pb2_grpc
 
@@ -32,6 +33,7 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer):
         eos_token_id: Ends the output unless the request ignores it.
         hold_at: Output length at which a call waits until `released` is set.
         fail_at: Output length at which a call ends with `failure`, once.
+        reports: What the verifier says of itself where that is not the default.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer):
         hold_at: int | None = None,
         fail_at: int | None = None,
         failure: SpecgwError | None = None,
+        **reports: Any,
     ) -> None:
         self.requests: list[GenerateRequest] = []
         self.deadlines_s: list[float] = []
@@ -61,9 +64,11 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer):
         self._hold_at = hold_at
         self._fail_at = fail_at
         self._failure = failure
-        self._model = ModelDescription(
+        model = ModelDescription(
             "scripted", "Script", vocab_size, vocab_fingerprint, max_model_len, "none", "cpu"
         )
+        plenty = VerifierInfo("scripted", model, 1_000, 100_000, 1_000_000, 4, 4)
+        self.info = replace(plenty, **reports)
 
     async def Generate(  # noqa: N802
         self,
@@ -90,11 +95,7 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer):
         request: verifier_pb2.GetVerifierInfoRequest,
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> verifier_pb2.GetVerifierInfoResponse:
-        return verifier_pb2.GetVerifierInfoResponse(
-            protocol_version=PROTOCOL_VERSION,
-            verifier_id="scripted",
-            target_model=wire.model_description_to_pb(self._model),
-        )
+        return wire.verifier_info_to_pb(self.info)
 
     async def opened(self, count: int = 1) -> None:
         """Waits until `count` calls were opened in all."""

@@ -14,7 +14,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from specgw.link import ProposerLink
-from specgw.types import Commit, DraftBlock, HelloAck, OpenSession, ProposeStep, UndraftedReason
+from specgw.types import (
+    Commit,
+    DraftBlock,
+    HelloAck,
+    OpenSession,
+    ProposerStatus,
+    ProposeStep,
+    UndraftedReason,
+)
 from verifier_svc.session import Session
 
 logger = logging.getLogger(__name__)
@@ -39,7 +47,8 @@ class _Peer:
     """One proposer as this verifier knows it, and what the next message to it will carry."""
 
     link: ProposerLink
-    ack: HelloAck | None = None
+    ack: HelloAck | None = None  # while it is connected
+    offer: HelloAck | None = None  # the last one
     detail: str = "not connected yet"
     session_ids: set[int] = field(default_factory=set)
     open: list[OpenSession] = field(default_factory=list)
@@ -83,17 +92,6 @@ class _Peer:
         return self.answer_s
 
 
-@dataclass(frozen=True, slots=True)
-class PeerStatus:
-    """A snapshot of one proposer for `GetVerifierInfo`."""
-
-    address: str
-    is_connected: bool
-    method: str
-    session_count: int
-    detail: str
-
-
 class Drafting:
     """Every session's dealings with proposers. One thread; the caller passes the time."""
 
@@ -117,15 +115,15 @@ class Drafting:
         """The proposers configured."""
         return tuple(self._peers)
 
-    def status(self) -> tuple[PeerStatus, ...]:
+    def status(self) -> tuple[ProposerStatus, ...]:
         """Returns a snapshot of every proposer."""
         return tuple(
-            PeerStatus(
+            ProposerStatus(
                 address=address,
                 is_connected=peer.ack is not None,
-                method=peer.ack.method if peer.ack else "",
                 session_count=len(peer.session_ids),
                 detail="" if peer.ack else peer.detail,
+                offer=peer.offer,
             )
             for address, peer in self._peers.items()
         )
@@ -135,7 +133,7 @@ class Drafting:
     def link_up(self, address: str, ack: HelloAck) -> None:
         """A proposer can be asked from now on."""
         peer = self._peers[address]
-        peer.ack, peer.answer_s, peer.is_slow = ack, None, False
+        peer.ack, peer.offer, peer.answer_s, peer.is_slow = ack, ack, None, False
         logger.info("proposer connected", extra={"address": address, "method": ack.method})
 
     def link_down(self, address: str, detail: str, sessions: Mapping[int, Session]) -> None:
@@ -266,7 +264,10 @@ class Drafting:
     # Which proposer.
 
     def _peer_for(self, session: Session, now: float) -> _Peer | None:
-        """Returns the session's proposer, or the least loaded one that it may be opened on."""
+        """Returns the session's proposer, or the one to open it on.
+
+        That is the one that the request names while it is well, else the least loaded.
+        """
         draft = session.draft
         current = self._peers.get(draft.address)
         if draft.is_open and current is not None:
@@ -274,15 +275,14 @@ class Drafting:
         if now < draft.retry_at:
             return None
         wanted = session.request.proposer_address
-        candidates = [
-            peer
-            for address, peer in self._peers.items()
-            if peer.ack is not None and wanted in ("", address)
-        ]
+        candidates = [peer for peer in self._peers.values() if peer.ack is not None]
         if not candidates:
             draft.reason = UndraftedReason.UNAVAILABLE
             return None
-        return min(candidates, key=lambda peer: (peer.is_slow, len(peer.session_ids)))
+        return min(
+            candidates,
+            key=lambda peer: (peer.is_slow, peer.link.address != wanted, len(peer.session_ids)),
+        )
 
     def _open_on(self, peer: _Peer, session: Session) -> None:
         session.draft.reset(peer.link.address)

@@ -14,7 +14,8 @@ import grpc
 from specgw import wire
 from specgw.channel import open_channel, status_to_error
 from specgw.config import TlsSettings
-from specgw.errors import SpecgwError
+from specgw.errors import IncompatibleModels, SpecgwError
+from specgw.handshake import greeting_mismatches
 from specgw.link import LinkListener
 from specgw.types import PROTOCOL_VERSION, DraftBlock, Hello, HelloAck, ProposeStep
 from specgw.v1 import proposer_pb2, proposer_pb2_grpc
@@ -92,6 +93,8 @@ class GrpcProposerLink:
         try:
             async with asyncio.timeout(_HELLO_TIMEOUT_S):
                 ack = await stream.greet()
+            if mismatches := greeting_mismatches(hello, ack):
+                raise IncompatibleModels(mismatches)
             self._stream = stream
             listener.link_up(self, ack)
             async for blocks in stream.blocks():

@@ -10,10 +10,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from specgw.budget import decode_rows
 from specgw.engine.kv_cache import OutOfBlocks
 from specgw.errors import Overloaded, SpecgwError
-from specgw.types import GenerateOutput, SpeculationStats
-from verifier_svc.drafting import Drafting, PeerStatus, moving_average
+from specgw.types import GenerateOutput, ProposerStatus, SpeculationStats
+from verifier_svc.drafting import Drafting, moving_average
 from verifier_svc.inbox import Blocks, Cancel, Event, Inbox, LinkDown, LinkUp, Stop, Submit
 from verifier_svc.session import Session, open_session
 from verifier_svc.verifier import Verified, Verifier, VerifyRows
@@ -45,7 +46,7 @@ class Snapshot:
     step_count: int
     output_token_count: int
     preemption_count: int
-    proposers: tuple[PeerStatus, ...]
+    proposers: tuple[ProposerStatus, ...]
     speculation: SpeculationStats
 
 
@@ -198,7 +199,11 @@ class Scheduler:
         return self._limits.max_num_seqs - len(self._running)
 
     def _build_batch(self) -> list[tuple[Session, VerifyRows]]:
-        """Takes decoding sessions first, then prefill chunks, oldest first, as rows allow."""
+        """Takes decoding sessions first, then prefill chunks, oldest first, as rows allow.
+
+        Every decoding session gets a row before any gets more for its drafts, and drafts leave room
+        for one prefill chunk.
+        """
         ready = [s for s in self._running if s.draft.deadline is None]
         ready.sort(key=lambda session: not session.is_decoding)
         budget = self._limits.max_num_batched_tokens
@@ -213,12 +218,11 @@ class Scheduler:
         return list(batch.values())
 
     def _max_drafts_each(self, ready: Sequence[Session], budget: int) -> int:
-        """Returns the draft tokens that leave every session its row, and prefills their part."""
+        """Returns the draft tokens that leave every session its row, and prefills a chunk."""
         num_decoding = sum(session.is_decoding for session in ready)
-        spare = max(budget - num_decoding, 0)
         if num_decoding < len(ready):
-            spare //= 2
-        return spare // max(num_decoding, 1)
+            budget = decode_rows(budget, 1 + self._limits.max_draft_tokens)
+        return max(budget - num_decoding, 0) // max(num_decoding, 1)
 
     def _reserve(
         self,

@@ -16,11 +16,13 @@ import grpc
 import torch
 
 from specgw import wire
+from specgw.budget import draft_slots
 from specgw.config import EngineArgs
 from specgw.engine.model_runner import ModelRunner
 from specgw.errors import NotReady, SpecgwError
+from specgw.handshake import build_hello
 from specgw.link import ProposerLink
-from specgw.types import PROTOCOL_VERSION, GenerateOutput, Hello
+from specgw.types import GenerateOutput, VerifierInfo
 from specgw.v1 import verifier_pb2, verifier_pb2_grpc
 from verifier_svc.drafting import Drafting
 from verifier_svc.metrics import VerifierMetrics
@@ -86,7 +88,7 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
         """Starts the engine thread and begins to connect to the proposers."""
         self._thread.start()
         if self._args.max_draft_tokens:
-            hello = Hello(self.verifier_id, self._runner.description, self._args.max_draft_tokens)
+            hello = build_hello(self.verifier_id, self._runner.description, self._args)
             for link in self._links:
                 link.start(hello, self._scheduler.inbox)
 
@@ -139,32 +141,28 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
         request: verifier_pb2.GetVerifierInfoRequest,
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> verifier_pb2.GetVerifierInfoResponse:
-        snapshot, kv_cache = self.snapshot, self._runner.kv_cache
-        return verifier_pb2.GetVerifierInfoResponse(
-            protocol_version=PROTOCOL_VERSION,
+        snapshot = self.snapshot
+        response = wire.verifier_info_to_pb(self._describe(snapshot))
+        response.eos_token_ids.extend(self._runner.eos_token_ids)
+        response.kv_used_tokens = snapshot.kv_used_tokens
+        response.running_count = snapshot.running_count
+        response.waiting_count = snapshot.waiting_count
+        response.speculation.CopyFrom(wire.speculation_stats_to_pb(snapshot.speculation))
+        response.step_count = snapshot.step_count
+        response.output_token_count = snapshot.output_token_count
+        return response
+
+    def _describe(self, snapshot: Snapshot) -> VerifierInfo:
+        args = self._args
+        return VerifierInfo(
             verifier_id=self.verifier_id,
-            target_model=wire.model_description_to_pb(self._runner.description),
-            eos_token_ids=self._runner.eos_token_ids,
-            max_num_seqs=self._args.max_num_seqs,
-            max_num_batched_tokens=self._args.max_num_batched_tokens,
-            kv_capacity_tokens=kv_cache.capacity_tokens,
-            kv_used_tokens=snapshot.kv_used_tokens,
-            running_count=snapshot.running_count,
-            waiting_count=snapshot.waiting_count,
-            max_draft_tokens=self._args.max_draft_tokens,
-            proposers=[
-                verifier_pb2.ProposerStatus(
-                    address=proposer.address,
-                    connected=proposer.is_connected,
-                    method=proposer.method,
-                    session_count=proposer.session_count,
-                    detail=proposer.detail,
-                )
-                for proposer in snapshot.proposers
-            ],
-            speculation=wire.speculation_stats_to_pb(snapshot.speculation),
-            step_count=snapshot.step_count,
-            output_token_count=snapshot.output_token_count,
+            target_model=self._runner.description,
+            max_num_seqs=args.max_num_seqs,
+            max_num_batched_tokens=args.max_num_batched_tokens,
+            kv_capacity_tokens=self._runner.kv_cache.capacity_tokens,
+            max_draft_tokens=args.max_draft_tokens,
+            kv_lookahead_per_session=draft_slots(args.speculative_config).kv_lookahead,
+            proposers=snapshot.proposers,
         )
 
     def _run_engine(self) -> None:

@@ -7,8 +7,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from specgw.errors import ConfigError
-
-_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+from specgw.model_files import weight_files
 
 
 class Checkpoint:
@@ -41,26 +40,6 @@ class Checkpoint:
     def remaining(self) -> list[str]:
         """The names of the tensors that were not taken."""
         return list(self._files)
-
-
-def weight_files(model_dir: Path) -> list[Path]:
-    """Returns the safetensors files of a model.
-
-    Raises:
-        ConfigError: if there are none; it says so if there are pickles instead.
-    """
-    files = sorted(model_dir.glob("model*.safetensors")) or sorted(model_dir.glob("*.safetensors"))
-    if files:
-        return files
-    pickles = [file.name for pattern in _PICKLES for file in sorted(model_dir.glob(pattern))]
-    if pickles:
-        raise ConfigError(
-            [
-                f"{model_dir}: the weights are pickles ({pickles[0]}), which can run any code when "
-                "they are loaded; convert them to safetensors"
-            ]
-        )
-    raise ConfigError([f"{model_dir}: there is no *.safetensors file"])
 
 
 def _names(file: Path) -> list[str]:

@@ -19,16 +19,15 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from specgw.config import EngineArgs
 from specgw.engine import decoder
 from specgw.engine.attention import Batch
-from specgw.engine.checkpoint import Checkpoint, weight_files
+from specgw.engine.checkpoint import Checkpoint
 from specgw.engine.kv_cache import BLOCK_SIZE, KVCache
 from specgw.engine.model_runner import ModelRunner
 from specgw.engine.transformers_model import TransformersModel
 from specgw.errors import ConfigError
-from specgw.model_files import resolve_model
+from specgw.model_files import resolve_model, weight_files
 from specgw.types import ModelDescription
 from specgw.vocab import vocab_fingerprint
 
-_CPU_MEMORY_SHARE = 0.25  # a verifier and a proposer fit on one host, beside their weights
 _FULL_HISTORY = ("full_attention", "sliding_attention")  # layer types that keep every row
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
@@ -45,10 +44,13 @@ class ModelOptions:
             KV cache is smaller.
         accept_shorter: Whether a model made for less than `max_model_len` will do, as a draft does.
         kv_cache_tokens: Size of the KV cache. None on a GPU for what `memory_fraction` leaves; on a
-            CPU for `max_num_seqs` full contexts or a quarter of the memory, whichever is less.
+            CPU for `max_num_seqs` full contexts or what `cpu_memory_fraction` allows, whichever is
+            less.
         memory_fraction: Share of a GPU's memory for weights and KV cache together.
+        cpu_memory_fraction: Share of the host's memory for the KV cache.
         max_num_seqs: How many sequences will run at once.
         num_threads: Threads for one operator in this process; None for torch's choice.
+        section: Where in `specgw` the options come from, for messages.
     """
 
     model: str
@@ -58,8 +60,10 @@ class ModelOptions:
     accept_shorter: bool = False
     kv_cache_tokens: int | None = None
     memory_fraction: float = 0.9
+    cpu_memory_fraction: float = 0.25
     max_num_seqs: int = 16
     num_threads: int | None = None
+    section: str = "verifier"
 
 
 def target_options(args: EngineArgs) -> ModelOptions:
@@ -72,6 +76,7 @@ def target_options(args: EngineArgs) -> ModelOptions:
         max_model_len=args.max_model_len,
         kv_cache_tokens=settings.kv_cache_tokens,
         memory_fraction=args.gpu_memory_utilization,
+        cpu_memory_fraction=settings.cpu_memory_fraction,
         max_num_seqs=args.max_num_seqs,
         num_threads=settings.num_threads,
     )
@@ -85,12 +90,14 @@ def draft_options(args: EngineArgs) -> ModelOptions:
         model=args.speculative_config.model,
         dtype=args.dtype,
         device=args.device,
-        max_model_len=args.max_model_len,
+        max_model_len=args.speculative_config.max_model_len or args.max_model_len,
         accept_shorter=True,
         kv_cache_tokens=settings.kv_cache_tokens,
         memory_fraction=args.gpu_memory_utilization,
+        cpu_memory_fraction=settings.cpu_memory_fraction,
         max_num_seqs=settings.max_sessions,
         num_threads=settings.num_threads,
+        section="proposer",
     )
 
 
@@ -221,12 +228,12 @@ def _build_kv_cache(
     )
     smallest = max_model_len if options.max_model_len is not None else BLOCK_SIZE
     if capacity < smallest:
-        raise ConfigError(
-            [
-                f"kv_cache_tokens: the KV cache holds {capacity} tokens, a context has up to "
-                f"{smallest}: lower max_model_len or give the cache more memory"
-            ]
+        key = _capacity_key(options, device)
+        problem = (
+            f"{key}: the KV cache holds {max(capacity, 0)} tokens, one request has up to "
+            f"{smallest}: raise {key} or lower max_model_len"
         )
+        raise ConfigError([problem])
     blocks = -(-capacity // BLOCK_SIZE)
     return KVCache(num_layers, num_kv_heads, head_dim, blocks * BLOCK_SIZE, dtype, device)
 
@@ -240,7 +247,16 @@ def _default_capacity(
         return max(0, min(free, own)) // token_bytes
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     full = options.max_num_seqs * -(-max_model_len // BLOCK_SIZE) * BLOCK_SIZE
-    return min(full, int(_CPU_MEMORY_SHARE * memory) // token_bytes)
+    return min(full, int(options.cpu_memory_fraction * memory) // token_bytes)
+
+
+def _capacity_key(options: ModelOptions, device: torch.device) -> str:
+    """Returns the key that decides how many tokens the KV cache holds."""
+    if options.kv_cache_tokens is not None:
+        return f"specgw.{options.section}.kv_cache_tokens"
+    if device.type == "cuda":
+        return "gpu_memory_utilization"
+    return f"specgw.{options.section}.cpu_memory_fraction"
 
 
 def _eos_token_ids(model_dir: Path, config: PreTrainedConfig) -> tuple[int, ...]:

@@ -115,12 +115,29 @@ class Hello(_message.Message):
     VERIFIER_ID_FIELD_NUMBER: _builtins.int
     TARGET_MODEL_FIELD_NUMBER: _builtins.int
     MAX_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    METHOD_FIELD_NUMBER: _builtins.int
+    DRAFT_MODEL_FIELD_NUMBER: _builtins.int
+    EXTRA_SLOTS_PER_SESSION_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     """Version of this contract that the verifier speaks. Now 1; another is refused."""
     verifier_id: _builtins.str
     """Identifies the running verifier process; a restarted one has another id. Not empty."""
     max_draft_tokens: _builtins.int
-    """Most draft tokens the verifier will ask for in one round. At least 1."""
+    """Most draft tokens the verifier will ask for in one round. At least 1. More than the proposer makes is refused
+    if `method` is set; else the smaller of both sides holds.
+    """
+    method: _builtins.str
+    """Drafting method that the verifier is configured with, under vLLM's name. Another than the proposer's is refused.
+    Empty means any.
+    """
+    draft_model: _builtins.str
+    """Name or path of the draft model that the verifier is configured with. A proposer that has loaded a model with
+    another last path component refuses. Empty means any.
+    """
+    extra_slots_per_session: _builtins.int
+    """Extra input rows per session and round that the verifier reckons with. Another number than the proposer's is
+    refused. Absent means any.
+    """
     @_builtins.property
     def target_model(self) -> _types_pb2.ModelDescription:
         """The target model. The proposer refuses one whose token ids it cannot draft."""
@@ -132,12 +149,17 @@ class Hello(_message.Message):
         verifier_id: _builtins.str = ...,
         target_model: _types_pb2.ModelDescription | None = ...,
         max_draft_tokens: _builtins.int = ...,
+        method: _builtins.str = ...,
+        draft_model: _builtins.str = ...,
+        extra_slots_per_session: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["target_model", b"target_model"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_extra_slots_per_session", b"_extra_slots_per_session", "extra_slots_per_session", b"extra_slots_per_session", "target_model", b"target_model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_draft_tokens", b"max_draft_tokens", "protocol_version", b"protocol_version", "target_model", b"target_model", "verifier_id", b"verifier_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_extra_slots_per_session", b"_extra_slots_per_session", "draft_model", b"draft_model", "extra_slots_per_session", b"extra_slots_per_session", "max_draft_tokens", b"max_draft_tokens", "method", b"method", "protocol_version", b"protocol_version", "target_model", b"target_model", "verifier_id", b"verifier_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__extra_slots_per_session: _TypeAlias = _typing.Literal["extra_slots_per_session"]  # noqa: Y015
+    _WhichOneofArgType__extra_slots_per_session: _TypeAlias = _typing.Literal["_extra_slots_per_session", b"_extra_slots_per_session"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__extra_slots_per_session) -> _WhichOneofReturnType__extra_slots_per_session | None: ...
 
 Global___Hello: _TypeAlias = Hello  # noqa: Y015
 
@@ -154,6 +176,9 @@ class HelloAck(_message.Message):
     MAX_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     EXTRA_SLOTS_PER_SESSION_FIELD_NUMBER: _builtins.int
     MAX_SESSIONS_FIELD_NUMBER: _builtins.int
+    KV_LOOKAHEAD_PER_SESSION_FIELD_NUMBER: _builtins.int
+    MAX_NUM_BATCHED_TOKENS_FIELD_NUMBER: _builtins.int
+    KV_CAPACITY_TOKENS_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     """Version of this contract that the proposer speaks."""
     proposer_id: _builtins.str
@@ -166,6 +191,12 @@ class HelloAck(_message.Message):
     """Extra input rows per session and round that drafting takes, as in vLLM's slot table."""
     max_sessions: _builtins.int
     """Most sessions the proposer keeps at once, over all verifiers."""
+    kv_lookahead_per_session: _builtins.int
+    """KV cache slots per session that drafting takes beyond the committed tokens."""
+    max_num_batched_tokens: _builtins.int
+    """Most input rows in one forward pass."""
+    kv_capacity_tokens: _builtins.int
+    """Capacity of the KV cache in tokens."""
     @_builtins.property
     def draft_model(self) -> _types_pb2.ModelDescription:
         """The draft model."""
@@ -180,10 +211,13 @@ class HelloAck(_message.Message):
         max_draft_tokens: _builtins.int = ...,
         extra_slots_per_session: _builtins.int = ...,
         max_sessions: _builtins.int = ...,
+        kv_lookahead_per_session: _builtins.int = ...,
+        max_num_batched_tokens: _builtins.int = ...,
+        kv_capacity_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["draft_model", b"draft_model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_model", b"draft_model", "extra_slots_per_session", b"extra_slots_per_session", "max_draft_tokens", b"max_draft_tokens", "max_sessions", b"max_sessions", "method", b"method", "proposer_id", b"proposer_id", "protocol_version", b"protocol_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_model", b"draft_model", "extra_slots_per_session", b"extra_slots_per_session", "kv_capacity_tokens", b"kv_capacity_tokens", "kv_lookahead_per_session", b"kv_lookahead_per_session", "max_draft_tokens", b"max_draft_tokens", "max_num_batched_tokens", b"max_num_batched_tokens", "max_sessions", b"max_sessions", "method", b"method", "proposer_id", b"proposer_id", "protocol_version", b"protocol_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

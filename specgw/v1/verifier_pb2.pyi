@@ -60,7 +60,7 @@ class GenerateRequest(_message.Message):
     """Identifies the request in logs. Not empty; need not be unique."""
     proposer_address: _builtins.str
     """Proposer to draft for this request: `host:port` or `unix:path`. Must be one of the addresses the verifier was
-    configured with. Empty means that the verifier chooses among them.
+    configured with. Another one drafts while it is not connected or slow. Empty means that the verifier chooses.
     """
     max_draft_tokens: _builtins.int
     """Most draft tokens per round. Range [0, configured]; 0 switches speculation off for this request. Absent means as
@@ -187,6 +187,7 @@ class GetVerifierInfoResponse(_message.Message):
     SPECULATION_FIELD_NUMBER: _builtins.int
     STEP_COUNT_FIELD_NUMBER: _builtins.int
     OUTPUT_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    KV_LOOKAHEAD_PER_SESSION_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     """Version of this contract that the verifier speaks."""
     verifier_id: _builtins.str
@@ -209,6 +210,8 @@ class GetVerifierInfoResponse(_message.Message):
     """Forward passes of the target model since the start."""
     output_token_count: _builtins.int
     """Output tokens committed since the start."""
+    kv_lookahead_per_session: _builtins.int
+    """KV cache slots per session that drafting takes beyond the committed tokens. 0 without speculation."""
     @_builtins.property
     def target_model(self) -> _types_pb2.ModelDescription:
         """The target model."""
@@ -243,10 +246,11 @@ class GetVerifierInfoResponse(_message.Message):
         speculation: _types_pb2.SpeculationStats | None = ...,
         step_count: _builtins.int = ...,
         output_token_count: _builtins.int = ...,
+        kv_lookahead_per_session: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["speculation", b"speculation", "target_model", b"target_model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["eos_token_ids", b"eos_token_ids", "kv_capacity_tokens", b"kv_capacity_tokens", "kv_used_tokens", b"kv_used_tokens", "max_draft_tokens", b"max_draft_tokens", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "output_token_count", b"output_token_count", "proposers", b"proposers", "protocol_version", b"protocol_version", "running_count", b"running_count", "speculation", b"speculation", "step_count", b"step_count", "target_model", b"target_model", "verifier_id", b"verifier_id", "waiting_count", b"waiting_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["eos_token_ids", b"eos_token_ids", "kv_capacity_tokens", b"kv_capacity_tokens", "kv_lookahead_per_session", b"kv_lookahead_per_session", "kv_used_tokens", b"kv_used_tokens", "max_draft_tokens", b"max_draft_tokens", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "output_token_count", b"output_token_count", "proposers", b"proposers", "protocol_version", b"protocol_version", "running_count", b"running_count", "speculation", b"speculation", "step_count", b"step_count", "target_model", b"target_model", "verifier_id", b"verifier_id", "waiting_count", b"waiting_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -263,6 +267,14 @@ class ProposerStatus(_message.Message):
     METHOD_FIELD_NUMBER: _builtins.int
     SESSION_COUNT_FIELD_NUMBER: _builtins.int
     DETAIL_FIELD_NUMBER: _builtins.int
+    PROPOSER_ID_FIELD_NUMBER: _builtins.int
+    DRAFT_MODEL_FIELD_NUMBER: _builtins.int
+    MAX_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    EXTRA_SLOTS_PER_SESSION_FIELD_NUMBER: _builtins.int
+    KV_LOOKAHEAD_PER_SESSION_FIELD_NUMBER: _builtins.int
+    MAX_SESSIONS_FIELD_NUMBER: _builtins.int
+    MAX_NUM_BATCHED_TOKENS_FIELD_NUMBER: _builtins.int
+    KV_CAPACITY_TOKENS_FIELD_NUMBER: _builtins.int
     address: _builtins.str
     """Address as configured."""
     connected: _builtins.bool
@@ -273,6 +285,24 @@ class ProposerStatus(_message.Message):
     """Sessions that this verifier keeps open there."""
     detail: _builtins.str
     """Why it is not connected, for people. Empty if it is."""
+    proposer_id: _builtins.str
+    """Identifies the proposer process last connected. Empty before the first connection, as is all that follows."""
+    max_draft_tokens: _builtins.int
+    """Most draft tokens in one round."""
+    extra_slots_per_session: _builtins.int
+    """Extra input rows per session and round."""
+    kv_lookahead_per_session: _builtins.int
+    """KV cache slots per session that drafting takes beyond the committed tokens."""
+    max_sessions: _builtins.int
+    """Most sessions at once, over all verifiers."""
+    max_num_batched_tokens: _builtins.int
+    """Most input rows in one forward pass."""
+    kv_capacity_tokens: _builtins.int
+    """Capacity of the KV cache in tokens."""
+    @_builtins.property
+    def draft_model(self) -> _types_pb2.ModelDescription:
+        """The draft model."""
+
     def __init__(
         self,
         *,
@@ -281,10 +311,18 @@ class ProposerStatus(_message.Message):
         method: _builtins.str = ...,
         session_count: _builtins.int = ...,
         detail: _builtins.str = ...,
+        proposer_id: _builtins.str = ...,
+        draft_model: _types_pb2.ModelDescription | None = ...,
+        max_draft_tokens: _builtins.int = ...,
+        extra_slots_per_session: _builtins.int = ...,
+        kv_lookahead_per_session: _builtins.int = ...,
+        max_sessions: _builtins.int = ...,
+        max_num_batched_tokens: _builtins.int = ...,
+        kv_capacity_tokens: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["draft_model", b"draft_model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "connected", b"connected", "detail", b"detail", "method", b"method", "session_count", b"session_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "connected", b"connected", "detail", b"detail", "draft_model", b"draft_model", "extra_slots_per_session", b"extra_slots_per_session", "kv_capacity_tokens", b"kv_capacity_tokens", "kv_lookahead_per_session", b"kv_lookahead_per_session", "max_draft_tokens", b"max_draft_tokens", "max_num_batched_tokens", b"max_num_batched_tokens", "max_sessions", b"max_sessions", "method", b"method", "proposer_id", b"proposer_id", "session_count", b"session_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

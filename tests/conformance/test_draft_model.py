@@ -107,9 +107,12 @@ async def test_the_same_holds_over_grpc(
     answers: dict[tuple[int, ...], list[int]],
 ) -> None:
     for draft, is_twin in ((twin, True), (stranger, False)):
+        name = draft.description.name
         async with (
             served(core(draft, num_draft_tokens)) as address,
-            running_verifier(random_runner, verifier_args([address], num_draft_tokens)) as verifier,
+            running_verifier(
+                random_runner, verifier_args([address], num_draft_tokens, name)
+            ) as verifier,
         ):
             await verifier.connected()
             together = await asyncio.gather(*(verifier.generate(p, GREEDY) for p in PROMPTS))

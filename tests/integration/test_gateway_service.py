@@ -2,9 +2,11 @@
 
 import asyncio
 import json
+import re
 import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +17,14 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from gateway.__main__ import Gateway, serving
+from gateway.ledger import Demand
 from gateway.tokenizer import Tokenizer, load_tokenizer
 from specgw import wire
 from specgw.channel import open_channel, status_to_error
 from specgw.config import parse_config
 from specgw.errors import DeadlineExceeded, InvalidRequest, NotReady, Overloaded
 from specgw.server import HealthService
+from specgw.types import HelloAck, ModelDescription, ProposerStatus
 from specgw.v1 import gateway_pb2, gateway_pb2_grpc, types_pb2, verifier_pb2_grpc
 from tests import scripted_verifier, tiny_tokenizers
 from tests.scripted_verifier import ScriptedVerifier
@@ -59,7 +63,15 @@ RunGateway = Callable[..., AbstractAsyncContextManager[Gateway]]
 
 
 @pytest.fixture
-def run_gateway(tokenizer: Tokenizer, tmp_path: Path) -> RunGateway:
+def model_dir(tmp_path: Path) -> Path:
+    """The gateway's model, of the name that scripted verifiers report."""
+    path = tmp_path / "scripted"
+    path.mkdir()
+    return path
+
+
+@pytest.fixture
+def run_gateway(tokenizer: Tokenizer, model_dir: Path) -> RunGateway:
     """Runs a gateway for addresses, with `specgw.gateway` settings and top-level keys."""
 
     @asynccontextmanager
@@ -73,7 +85,7 @@ def run_gateway(tokenizer: Tokenizer, tmp_path: Path) -> RunGateway:
             **(settings or {}),
         }
         config = {
-            "model": str(tmp_path),
+            "model": str(model_dir),
             "served_model_name": "scripted",
             "port": 0,
             "speculative_config": {"model": "draft", "num_speculative_tokens": 4},
@@ -82,6 +94,8 @@ def run_gateway(tokenizer: Tokenizer, tmp_path: Path) -> RunGateway:
         }
         async with serving(parse_config(config), addresses, tokenizer) as gateway:
             yield gateway
+        # Whatever a test did: every slot has come back, exactly once.
+        assert (gateway.admission.running_count, gateway.admission.ledger.claims) == (0, ())
 
     return run
 
@@ -308,9 +322,9 @@ class TestOpenAI:
         assert 0 < verifier.deadlines_s[0] < 602
 
     async def test_the_models_recommended_sampling_holds_where_the_request_is_silent(
-        self, make_verifier: MakeVerifier, run_gateway: RunGateway, tmp_path: Path
+        self, make_verifier: MakeVerifier, run_gateway: RunGateway, model_dir: Path
     ) -> None:
-        (tmp_path / "generation_config.json").write_text('{"temperature": 0.6, "top_k": 20}')
+        (model_dir / "generation_config.json").write_text('{"temperature": 0.6, "top_k": 20}')
         verifier = make_verifier()
         async with ready(run_gateway, [verifier]) as gateway, http(gateway) as client:
             await client.post("/v1/completions", json={**COMPLETION, "top_k": 5})
@@ -625,6 +639,104 @@ class TestLoad:
 
         assert len(verifier.requests) == 1
 
+    async def test_slots_are_those_that_the_verifiers_report(
+        self, make_verifier: MakeVerifier, run_gateway: RunGateway
+    ) -> None:
+        verifier = make_verifier(hold_at=0, max_num_seqs=2)
+        limits = {"max_queued_requests": 1}
+        async with (
+            ready(run_gateway, [verifier], settings=limits) as gateway,
+            http(gateway) as client,
+        ):
+            running = [
+                asyncio.create_task(client.post("/v1/completions", json=COMPLETION))
+                for _ in range(3)
+            ]
+            await verifier.opened(2)
+            await until(lambda: gateway.admission.waiting_count == 1)
+            refused = await client.post("/v1/completions", json=COMPLETION)
+            metrics = (await client.get("/metrics")).text
+            verifier.released.set()
+            answers = await asyncio.gather(*running)
+
+        assert [answer.status_code for answer in answers] == [200, 200, 200]
+        assert refused.status_code == 429
+        assert "2 of 2 sequences" in refused.json()["error"]["message"]
+        assert 'slots_used{kind="sequences"' in metrics
+        assert gateway.admission.ledger.claims == ()
+
+    async def test_what_no_verifier_could_ever_hold_is_400_with_the_numbers(
+        self, make_verifier: MakeVerifier, run_gateway: RunGateway
+    ) -> None:
+        verifier = make_verifier(kv_capacity_tokens=32)
+        async with ready(run_gateway, [verifier]) as gateway, http(gateway) as client:
+            answer = await client.post("/v1/completions", json=COMPLETION)
+
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, "max_tokens")
+        assert "of at most 32 KV tokens" in error["message"]
+        assert verifier.requests == []
+
+    async def test_a_request_that_fits_no_proposer_is_admitted_undrafted_and_counted(
+        self, make_verifier: MakeVerifier, run_gateway: RunGateway
+    ) -> None:
+        verifier = make_verifier(hold_at=0, proposers=[proposer_status(max_sessions=1)])
+        async with ready(run_gateway, [verifier]) as gateway, http(gateway) as client:
+            running = [
+                asyncio.create_task(client.post("/v1/completions", json=COMPLETION))
+                for _ in range(2)
+            ]
+            await verifier.opened(2)
+            verifier.released.set()
+            await asyncio.gather(*running)
+            metrics = (await client.get("/metrics")).text
+
+        first, second = verifier.requests
+        assert (first.proposer_address, first.max_draft_tokens) == ("p:1", None)
+        assert (second.proposer_address, second.max_draft_tokens) == ("", 0)
+        assert re.search(r'undrafted_requests_total{.*reason="no_slot"} 1.0', metrics)
+
+    async def test_a_key_waits_for_its_own_requests_and_not_for_others(
+        self, make_verifier: MakeVerifier, run_gateway: RunGateway
+    ) -> None:
+        verifier = make_verifier(hold_at=0)
+        settings = {"max_concurrent_requests_per_key": 1}
+        keys = ["one", "two"]
+        async with (
+            ready(run_gateway, [verifier], settings=settings, api_key=keys) as gateway,
+            http(gateway) as client,
+            open_channel(gateway.grpc_addresses[0]) as channel,
+        ):
+
+            def post(key: str, **changes: Any) -> "asyncio.Task[httpx.Response]":
+                headers = {"authorization": f"Bearer {key}"}
+                body = {**COMPLETION, **changes}
+                return asyncio.create_task(
+                    client.post("/v1/completions", json=body, headers=headers)
+                )
+
+            running = [post("one")]
+            await verifier.opened()
+            running.append(post("one"))
+            await until(lambda: gateway.admission.waiting_count == 1)
+            running.append(post("two"))
+            await verifier.opened(2)
+            refused = await post("one")
+            stub = gateway_pb2_grpc.GatewayServiceStub(channel)
+            metadata = (("authorization", "Bearer one"),)
+            request = gateway_pb2.GatewayServiceGenerateRequest(prompt="x")
+            with pytest.raises(grpc.aio.AioRpcError) as over_grpc:
+                await stub.Generate(request, timeout=5, metadata=metadata).read()
+            verifier.released.set()
+            answers = await asyncio.gather(*running)
+            many = await post("two", prompt=["a", "b", "c"])
+
+        assert [answer.status_code for answer in answers] == [200, 200, 200]
+        assert refused.status_code == 429
+        assert "1 requests running and 1 waiting" in refused.json()["error"]["message"]
+        assert over_grpc.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert len(many.json()["choices"]) == 3
+
     async def test_drain_lets_a_running_stream_finish(
         self, make_verifier: MakeVerifier, run_gateway: RunGateway
     ) -> None:
@@ -672,7 +784,7 @@ class TestLoad:
         async with (
             ready(run_gateway, [make_verifier()], settings=settings) as gateway,
             http(gateway) as client,
-            gateway.admission.slot(),
+            gateway.admission.slot(Demand(1, 1)),
         ):
             answer = await client.post("/v1/completions", json=COMPLETION)
             waiting_count = gateway.admission.waiting_count
@@ -906,6 +1018,58 @@ class TestFailures:
         assert answer.status_code == 503
         assert "vocabulary 000000000000" in answer.json()["error"]["message"]
 
+    async def test_a_verifier_with_other_settings_is_refused_with_a_list(
+        self, make_verifier: MakeVerifier, run_gateway: RunGateway
+    ) -> None:
+        other = make_verifier(max_draft_tokens=8, kv_lookahead_per_session=8, protocol_version=2)
+        async with (
+            scripted_verifier.serving(other) as server,
+            run_gateway(server.addresses[0]) as gateway,
+            http(gateway) as client,
+        ):
+            await until(lambda: "protocol" in gateway.router.states)
+            answer = await client.post("/v1/completions", json=COMPLETION)
+
+        message = answer.json()["error"]["message"]
+        assert answer.status_code == 503
+        assert "protocol_version: the verifier speaks 2, the gateway 1" in message
+        assert "the gateway is configured with 4, the verifier with 8" in message
+        assert "slots: the gateway reckons with 4" in message
+
+    async def test_a_verifier_restarted_with_another_model_is_refused_until_it_is_right_again(
+        self, make_verifier: MakeVerifier, run_gateway: RunGateway
+    ) -> None:
+        right, wrong = make_verifier(), make_verifier()
+        model = replace(wrong.info.target_model, name="models/another")
+        wrong.info = replace(wrong.info, target_model=model)
+        async with AsyncExitStack() as stack:
+            async with scripted_verifier.serving(right) as server:
+                address = server.addresses[0]
+                gateway = await stack.enter_async_context(run_gateway(address))
+                client = await stack.enter_async_context(http(gateway))
+                await gateway.router.ready()
+            async with scripted_verifier.serving(wrong, address), asyncio.timeout(10):
+                await until_states(gateway, "another")
+                refused = await client.post("/v1/completions", json=COMPLETION)
+            async with scripted_verifier.serving(right, address), asyncio.timeout(10):
+                await gateway.router.ready()
+                answer = await client.post("/v1/completions", json=COMPLETION)
+
+        assert refused.status_code == 503
+        assert "the verifier has loaded models/another" in refused.json()["error"]["message"]
+        assert wrong.requests == []
+        assert answer.status_code == 200
+
+    async def test_another_process_behind_the_same_connection_is_noticed(
+        self, make_verifier: MakeVerifier, run_gateway: RunGateway
+    ) -> None:
+        verifier = make_verifier()
+        async with ready(run_gateway, [verifier]) as gateway:
+            verifier.info = replace(verifier.info, max_draft_tokens=2)
+            await until_states(gateway, "the verifier with 2")
+
+            assert not gateway.router.is_ready
+
     async def test_a_refusal_by_the_verifier_keeps_its_field(
         self, make_verifier: MakeVerifier, run_gateway: RunGateway
     ) -> None:
@@ -996,6 +1160,20 @@ async def garbling(verifier: ScriptedVerifier, garble: GarbleOnce) -> AsyncItera
         yield f"127.0.0.1:{port}"
     finally:
         await server.stop(0)
+
+
+async def until_states(gateway: Gateway, text: str) -> None:
+    """Waits until the gateway says something of its verifiers."""
+    async with asyncio.timeout(10):
+        while text not in gateway.router.states:
+            await gateway.router.changed()
+
+
+def proposer_status(**offer: Any) -> ProposerStatus:
+    """Returns a connected proposer with a lot of room, but for what is given."""
+    model = ModelDescription("draft", "D", 0, "", 256, "none", "cpu")
+    plenty = HelloAck("p", "draft_model", model, 4, 1, 100, 4, 10_000, 100_000)
+    return ProposerStatus("p:1", True, 0, "", replace(plenty, **offer))
 
 
 async def one_opened(verifiers: Sequence[ScriptedVerifier]) -> ScriptedVerifier:

@@ -78,6 +78,7 @@ async def ready(client: httpx.AsyncClient) -> None:
 
 async def test_serve_without_arguments_answers_and_leaves_nothing_behind() -> None:
     async with command("serve", "--port", "0") as serve:
+        await serve.logged(r"(same: 2048 ids of the target, 2048 of the draft)")
         url = await serve.logged(r"serving HTTP url=(\S+)")
         pids = [
             int(await serve.logged(rf"service ready service={name} pid=(\d+)"))
@@ -132,6 +133,18 @@ async def test_three_services_apart_on_tcp_answer_as_one() -> None:
         for address in (drafts_at, verifies_at, url):
             async with command("health", address) as health:
                 assert await health.process.wait() == 0
+        services = {
+            "SPECGW_PORT": url.rpartition(":")[2],
+            "SPECGW_GATEWAY__VERIFIERS": f"['{verifies_at}']",
+            "SPECGW_VERIFIER__PROPOSERS": f"['{drafts_at}']",
+        }
+        async with command("check", "--online", env=services) as check:
+            assert await check.process.wait() == 0
+        services["SPECGW_SPECULATIVE_CONFIG"] = "{model: tiny/pard, num_speculative_tokens: 2}"
+        async with command("check", "--online", env=services) as check:
+            await check.logged(rf"(verifier {verifies_at}: num_speculative_tokens: .* with 2,)")
+            await check.logged(rf"(proposer {drafts_at}: draft model: .* with tiny/pard,)")
+            assert await check.process.wait() == 2
         exit_codes = [await one.end() for one in (serve, verifier, proposer)]
 
     assert exit_codes == [0, 0, 0]

@@ -200,8 +200,55 @@ async def test_the_description_says_what_runs(long_runner: ModelRunner) -> None:
     assert info.target_model.architecture == "LlamaForCausalLM"
     assert info.max_draft_tokens == 3
     assert info.output_token_count == 8
-    assert [(p.address, p.method) for p in info.proposers] == [(address, "scripted")]
+    assert [(p.address, p.method) for p in info.proposers] == [(address, "draft_model")]
     assert info.speculation.draft_count > 0
+
+
+async def test_a_proposer_that_loaded_another_model_is_refused_and_decoding_goes_on(
+    long_runner: ModelRunner,
+) -> None:
+    right, wrong = ScriptedProposer(script(1)), ScriptedProposer(script(1), model="other")
+    async with (
+        scripted_proposer(wrong) as address,
+        running_verifier(long_runner, verifier_args([address])) as verifier,
+    ):
+        async with asyncio.timeout(10):
+            while "draft model" not in (await verifier.info()).proposers[0].detail:
+                pass
+        outputs = await verifier.generate(PROMPT, SHORT)
+        [refused] = (await verifier.info()).proposers
+    async with (
+        scripted_proposer(right) as address,
+        running_verifier(long_runner, verifier_args([address])) as verifier,
+    ):
+        await verifier.connected()
+        [welcome] = (await verifier.info()).proposers
+
+    assert refused.detail == (
+        "draft model: the verifier is configured with scripted, the proposer has loaded other"
+    )
+    assert not refused.connected
+    assert len(token_ids(outputs)) == 8
+    assert (welcome.max_sessions, welcome.extra_slots_per_session) == (1_000, 1)
+    assert wrong.num_opened == 0
+
+
+async def test_a_proposer_restarted_with_another_model_is_refused(
+    long_runner: ModelRunner,
+) -> None:
+    async with scripted_proposer(ScriptedProposer(script(1))) as address:
+        context = running_verifier(long_runner, verifier_args([address]))
+        verifier = await context.__aenter__()
+        await verifier.connected()
+    try:
+        other = ScriptedProposer(script(1), model="other")
+        async with scripted_proposer(other, address), asyncio.timeout(20):
+            while "loaded other" not in (await verifier.info()).proposers[0].detail:
+                pass
+    finally:
+        await context.__aexit__(None, None, None)
+
+    assert other.num_opened == 0
 
 
 async def test_health_stays_serving_without_a_proposer(long_runner: ModelRunner) -> None:

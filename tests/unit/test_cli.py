@@ -14,7 +14,7 @@ from specgw.exit_codes import CONFIG_EXIT_CODE
     [
         (["serve", "--config", "absent.yaml"], "--config absent.yaml: No such file or directory"),
         (["serve", "m", "--port", "x"], "port: Input should be a valid integer"),
-        (["serve", "m", "-tp", "2"], "tensor_parallel_size: Input should be 1"),
+        (["serve", "m", "-tp", "2"], "tensor_parallel_size: specgw does not run 2"),
         (
             ["serve", "m", "--speculative-config", '{"model": "d"}'],
             "speculative_config.num_speculative_tokens: Field required",

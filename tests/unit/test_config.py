@@ -5,7 +5,13 @@ from typing import Any
 
 import pytest
 
-from specgw.config import DEFAULT_CONFIG, EngineArgs, load_config, parse_config
+from specgw.config import (
+    DEFAULT_CONFIG,
+    EngineArgs,
+    load_config,
+    parse_config,
+    validate_config,
+)
 from specgw.errors import ConfigError
 
 DRAFT = {"model": "tiny/draft", "num_speculative_tokens": 4}
@@ -30,7 +36,7 @@ def draft(**changes: Any) -> dict[str, Any]:
         ({"model": "m", "port": "x"}, "port: Input should be a valid integer"),
         ({"model": "m", "dtype": "int4"}, "dtype: Input should be 'auto', 'bfloat16'"),
         ({"model": "m", "max_num_seqs": 0}, "max_num_seqs: Input should be greater than or"),
-        ({"model": "m", "tensor_parallel_size": 2}, "tensor_parallel_size: Input should be 1"),
+        ({"model": "m", "tensor_parallel_size": 2}, "tensor_parallel_size: specgw does not run 2"),
         (
             {"model": "m", "specgw": {"verifer": {}}},
             "specgw.verifer: unknown key; did you mean ver",
@@ -49,22 +55,25 @@ def draft(**changes: Any) -> dict[str, Any]:
             draft(num_speculative_tokens=129),
             "speculative_config.num_speculative_tokens: Input should be less than or equal to 128",
         ),
-        (draft(method="eagle3"), "speculative_config.method: Input should be 'draft_model'"),
+        (
+            draft(method="eagle3"),
+            "speculative_config.method: specgw does not run eagle3 yet; it runs draft_model",
+        ),
+        (draft(method="eagle4"), "speculative_config.method: Input should be 'draft_model'"),
         (draft(draft_sample_method="x"), "speculative_config.draft_sample_method: Input should"),
-        (draft(temperature=1), "speculative_config: temperature is a sampling parameter"),
-        (draft(top_p=1), "speculative_config: top_p is a sampling parameter"),
-        (draft(tensor_parallel_size=2), "speculative_config: tensor_parallel_size is a top-level"),
-        (draft(target_model_config={}), "speculative_config: target_model_config is not set by"),
-        (draft(parallel_drafting=True), "parallel_drafting is a key of vLLM that specgw does not"),
+        (draft(temperature=1), "speculative_config.temperature: is a sampling parameter"),
+        (draft(top_p=1), "speculative_config.top_p: is a sampling parameter"),
+        (draft(tensor_parallel_size=2), "speculative_config.tensor_parallel_size: is a top-"),
+        (draft(target_model_config={}), "speculative_config.target_model_config: is set by"),
+        (draft(parallel_drafting=True), "parallel_drafting: specgw does not run parallel"),
         (draft(num_speculative_token=4), "did you mean num_speculative_tokens?"),
         (
             {**draft(), "max_num_seqs": 2, "max_num_batched_tokens": 4},
-            "max_num_batched_tokens must be at least max_num_seqs and num_speculative_tokens + 1, "
-            "here 5, got 4",
+            "max_num_batched_tokens: must be more than num_speculative_tokens = 4, got 4",
         ),
         (
             {"model": "m", "max_num_seqs": 300, "max_num_batched_tokens": 256},
-            "max_num_batched_tokens must be at least max_num_seqs",
+            "max_num_batched_tokens: must be at least max_num_seqs = 300, got 256",
         ),
         ({"model": "m", "api_key": ""}, "api_key.0: String should have at least 1 character"),
         (
@@ -106,6 +115,46 @@ def test_a_mapping_and_json_mean_the_same(speculative_config: Any) -> None:
             {"model": "m", "speculative_config": {"model": "d", "num_speculative_tokens": 5}}
         ).speculative_config
     )
+
+
+@pytest.mark.parametrize("name", ["deepseek_mtp", "qwen3_next_mtp"])
+def test_a_deprecated_method_warns_and_means_mtp(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    raw = {"model": "m", "speculative_config": {"method": name, "num_speculative_tokens": 1}}
+
+    args = validate_config(raw)
+
+    assert args.speculative_config is not None
+    assert (args.speculative_config.method, args.speculative_config.model) == ("mtp", "m")
+    assert "this method is deprecated: use mtp" in caplog.messages
+
+
+def test_what_the_config_says_follows_once_more_from_its_dump() -> None:
+    for drafting in (
+        {"method": "ngram", "num_speculative_tokens": 3},
+        {"method": "suffix"},
+        {"method": "dflash", "model": "d", "num_speculative_tokens": 3},
+        {"model": "d", "num_speculative_tokens": 3, "attention_backend": "flash_attn"},
+    ):
+        args = validate_config({"model": "m", "speculative_config": drafting})
+
+        assert validate_config(args.model_dump(mode="json", exclude_none=True)) == args
+
+
+@pytest.mark.parametrize("broken", [{"port": "x"}, {"speculative_config": {"temperature": 1}}])
+def test_rules_hold_beside_wrong_keys(broken: dict[str, Any]) -> None:
+    raw = draft(draft_tensor_parallel_size=3)
+    drafting = raw["speculative_config"] | broken.get("speculative_config", {})
+
+    found = problems(raw | broken | {"speculative_config": drafting})
+
+    assert len(found) == 2
+    assert found[1].startswith("speculative_config.draft_tensor_parallel_size: must be 1 or")
+
+
+def test_other_names_of_data_types_are_those_of_vllm() -> None:
+    assert parse_config({"model": "m", "dtype": "half"}).dtype == "float16"
 
 
 def test_hyphens_are_underscores() -> None:

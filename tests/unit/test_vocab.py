@@ -5,7 +5,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from specgw.vocab import vocab_fingerprint
+from specgw.vocab import VocabKinship, relate_vocabs, vocab_fingerprint
 
 
 def save_tokenizer(path: Path, vocab: dict[str, int]) -> Path:
@@ -50,3 +50,34 @@ def test_an_added_token_counts(tmp_path: Path) -> None:
 
 def test_without_a_tokenizer_the_fingerprint_is_empty(tmp_path: Path) -> None:
     assert vocab_fingerprint(tmp_path) == ""
+
+
+def test_twins_may_be_padded_differently(tmp_path: Path) -> None:
+    one = save_tokenizer(tmp_path / "one", {"a": 0, "b": 1})
+    other = save_tokenizer(tmp_path / "other", {"b": 1, "a": 0})
+
+    assert relate_vocabs(one, 2, other, 2).kinship is VocabKinship.SAME
+    padded = relate_vocabs(one, 2, other, 8)
+    assert padded.kinship is VocabKinship.PADDED
+    assert (padded.target_size, padded.draft_size, padded.num_shared_tokens) == (2, 8, 2)
+
+
+def test_the_first_foreign_tokens_are_named(tmp_path: Path) -> None:
+    one = save_tokenizer(tmp_path / "one", {"a": 0, "b": 1, "c": 2, "d": 3, "e": 4})
+    other = save_tokenizer(tmp_path / "other", {"a": 0, "c": 1, "b": 2, "d": 4})
+
+    relation = relate_vocabs(one, 5, other, 5)
+
+    assert relation.kinship is VocabKinship.FOREIGN
+    assert relation.num_shared_tokens == 4
+    assert relation.differences == (
+        "id 1 is 'b' to the target and 'c' to the draft",
+        "id 2 is 'c' to the target and 'b' to the draft",
+        "id 3 is 'd' to the target and nothing to the draft",
+    )
+
+
+def test_without_a_tokenizer_nothing_is_known(tmp_path: Path) -> None:
+    one = save_tokenizer(tmp_path / "one", {"a": 0})
+
+    assert relate_vocabs(one, 1, tmp_path, 1).kinship is VocabKinship.UNKNOWN

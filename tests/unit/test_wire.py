@@ -16,10 +16,12 @@ from specgw.types import (
     HelloAck,
     ModelDescription,
     OpenSession,
+    ProposerStatus,
     ProposeStep,
     SamplingParams,
     SpeculationStats,
     UndraftedReason,
+    VerifierInfo,
 )
 from specgw.v1 import proposer_pb2, types_pb2, verifier_pb2
 
@@ -34,8 +36,23 @@ some_token_ids = st.lists(int32s, min_size=1, max_size=6)
 models = st.builds(
     ModelDescription, texts, texts, counts, texts, counts, texts, st.sampled_from(["cpu", "cuda:0"])
 )
-hellos = st.builds(Hello, names, models, int32s, int32s)
-acks = st.builds(HelloAck, texts, texts, models, counts, counts, counts, counts)
+hellos = st.builds(
+    Hello, names, models, int32s, int32s, texts, texts, st.none() | st.integers(0, 2**31 - 1)
+)
+sizes = st.integers(0, 2**63 - 1)
+offers = st.builds(
+    HelloAck, names, texts, models, counts, counts, counts, counts, counts, sizes, st.just(1)
+)
+acks = st.builds(
+    HelloAck, texts, texts, models, counts, counts, counts, counts, counts, sizes, counts
+)
+statuses = st.builds(ProposerStatus, texts, st.booleans(), counts, texts, st.none() | offers)
+verifier_infos = st.builds(
+    VerifierInfo,
+    *(texts, models, counts, counts, sizes, counts, counts),
+    st.lists(statuses, max_size=3),
+    counts,
+)
 steps = st.builds(
     ProposeStep,
     open=st.lists(st.builds(OpenSession, session_ids, some_token_ids), max_size=3),
@@ -115,6 +132,11 @@ def test_hello_acks_survive(ack: HelloAck) -> None:
     pb = proposer_pb2.ProposeResponse(hello_ack=wire.hello_ack_to_pb(ack))
 
     assert wire.propose_response_from_pb(pb) == ack
+
+
+@given(verifier_infos)
+def test_verifier_descriptions_survive(info: VerifierInfo) -> None:
+    assert wire.verifier_info_from_pb(wire.verifier_info_to_pb(info)) == info
 
 
 @given(st.lists(blocks, max_size=3), counts)

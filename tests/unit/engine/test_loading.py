@@ -1,6 +1,7 @@
 """What is loaded, what is refused, and what the refusal says."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -180,7 +181,14 @@ def test_another_kind_of_model_is_refused(config: Any, reason: str, tmp_path: Pa
         ({"dtype": "int8"}, "dtype: 'int8' is not a floating point type"),
         ({"device": "abacus"}, "device: 'abacus' cannot be used"),
         ({"max_model_len": 65}, "supports 64, got 65"),
-        ({"max_model_len": 64, "kv_cache_tokens": 48}, "holds 48 tokens.* up to 64"),
+        (
+            {"max_model_len": 64, "kv_cache_tokens": 48},
+            "holds 48 tokens.* up to 64: raise specgw.verifier.kv_cache_tokens or lower max_model",
+        ),
+        (
+            {"max_model_len": 64, "cpu_memory_fraction": 1e-9, "section": "proposer"},
+            "up to 64: raise specgw.proposer.cpu_memory_fraction or lower max_model_len",
+        ),
     ],
 )
 def test_an_option_that_does_not_fit_the_model_is_refused(
@@ -202,6 +210,16 @@ def test_the_kv_cache_holds_every_sequence_at_full_length_by_default(model_dir: 
     assert load(model_dir, max_num_seqs=5).kv_cache.capacity_tokens == 5 * 64
 
 
+def test_the_kv_cache_takes_no_more_of_the_memory_than_allowed(model_dir: Path) -> None:
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    whole = load(model_dir, max_num_seqs=5).kv_cache
+    bytes_per_token = sum(layer[0].nbytes for layer in whole.layers)
+
+    capped = load(model_dir, max_num_seqs=5, cpu_memory_fraction=100 * bytes_per_token / memory)
+
+    assert 96 <= capped.kv_cache.capacity_tokens <= 112 < whole.capacity_tokens
+
+
 def test_options_follow_from_the_configuration() -> None:
     args = parse_config(
         {
@@ -212,7 +230,7 @@ def test_options_follow_from_the_configuration() -> None:
             "speculative_config": {"model": "draft", "num_speculative_tokens": 4},
             "specgw": {
                 "verifier": {"num_threads": 1, "kv_cache_tokens": 1024},
-                "proposer": {"num_threads": 2, "max_sessions": 5},
+                "proposer": {"num_threads": 2, "max_sessions": 5, "cpu_memory_fraction": 0.5},
             },
         }
     )
@@ -222,5 +240,11 @@ def test_options_follow_from_the_configuration() -> None:
         "target", **shared, kv_cache_tokens=1024, max_num_seqs=3, num_threads=1
     )
     assert draft_options(args) == ModelOptions(
-        "draft", **shared, accept_shorter=True, max_num_seqs=5, num_threads=2
+        "draft",
+        **shared,
+        accept_shorter=True,
+        cpu_memory_fraction=0.5,
+        max_num_seqs=5,
+        num_threads=2,
+        section="proposer",
     )

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from proposer_svc.batching import PREFILL_CHUNK
 from proposer_svc.proposer import DraftModelProposer, ProposerLimits, build_proposer
+from specgw.budget import PREFILL_CHUNK
 from specgw.config import parse_config
 from specgw.engine.model_runner import SequenceChunk
 from specgw.errors import ConfigError, IncompatibleModels

@@ -276,6 +276,26 @@ def test_a_request_goes_to_the_proposer_it_names(bench: Bench) -> None:
     assert len(bench.links[1].sent) == 1
 
 
+def test_while_the_named_proposer_is_lost_another_drafts(bench: Bench) -> None:
+    session = new_session(1, address="two")
+
+    bench.drafting.open(session, bench.now)
+
+    assert session.draft.address == "one"
+
+
+def test_while_the_named_proposer_is_slow_another_drafts(bench: Bench) -> None:
+    bench.drafting.step_s = 0.01
+    measured, session = new_session(1), new_session(2, address="one")
+    bench.round(measured, 0.01)
+    bench.round(measured, 1.0)
+    bench.drafting.link_up("two", ack())
+
+    bench.drafting.open(session, bench.now)
+
+    assert session.draft.address == "two"
+
+
 def test_sessions_spread_over_proposers(bench: Bench) -> None:
     bench.drafting.link_up("two", ack())
     for number in range(1, 9):

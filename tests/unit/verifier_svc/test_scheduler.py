@@ -15,6 +15,7 @@ from specgw.types import (
     UndraftedReason,
 )
 from tests.conftest import MAX_MODEL_LEN, VOCAB_SIZE
+from tests.doubles import ToyRunner, toy_continuation
 from tests.scripted_proposers import DeadProposer, ScriptedProposer, liar, oracle, script
 from tests.verifier_harness import GREEDY, InlineVerifier, plain_answers
 from verifier_svc.session import check_request
@@ -209,6 +210,25 @@ def test_prompts_are_prefilled_in_chunks_that_fit_the_step(
 
     assert [answer.token_ids for answer in answers] == list(expected.values())
     assert max(num_rows) <= rows
+
+
+def test_drafts_leave_room_for_a_prefill_chunk_and_for_everyones_row() -> None:
+    """Half of a step of 24 rows: 12 rows for four sessions that would like 5 each."""
+    runner = ToyRunner()
+    proposer = ScriptedProposer(toy_continuation)
+    verifier = InlineVerifier(
+        runner, [InProcessLink(proposer)], max_draft_tokens=4, max_num_batched_tokens=24
+    )
+    for prompt in OTHERS[:4]:
+        verifier.submit([token_id % 50 for token_id in prompt])
+    verifier.step(2)
+    alone = runner.passes[-1]
+    verifier.submit([5] * 40)
+
+    verifier.step()
+
+    assert alone == [5, 5, 5, 5]
+    assert runner.passes[-1] == [3, 3, 3, 3, 12]
 
 
 def test_speculation_is_switched_off_by_the_request(random_runner: ModelRunner) -> None:

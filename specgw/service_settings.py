@@ -1,0 +1,107 @@
+"""What is specgw's own in the configuration: each service's settings, under `specgw:`."""
+
+from typing import Annotated
+
+from pydantic import Field, FilePath
+
+from specgw.config_rules import Frozen
+
+PositiveInt = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(gt=0, le=86_400)]
+
+
+class TlsSettings(Frozen):
+    """Files in PEM format, for every connection between services."""
+
+    certificate_file: FilePath
+    """This service's certificate chain."""
+    private_key_file: FilePath
+    """The key of the certificate."""
+    ca_file: FilePath | None = None
+    """Certificates to trust. With it, both sides must show one that these signed."""
+
+
+class GatewaySettings(Frozen):
+    """What is the gateway's own."""
+
+    grpc_listen: str | None = None
+    """Address of the gRPC API, `host:port` or `unix:/path`. None means HTTP only."""
+    verifiers: tuple[str, ...] = ()
+    """Verifiers to use. None means that `specgw serve` starts its own."""
+    max_concurrent_requests: PositiveInt = 64
+    """Most requests answered at once, whatever the verifiers have room for."""
+    max_concurrent_requests_per_key: PositiveInt | None = None
+    """Most requests answered at once for one API key; as many again may wait. None means any."""
+    max_queued_requests: Annotated[int, Field(ge=0)] = 256
+    """Most requests that wait for room; more are refused with 429."""
+    queue_timeout_s: Seconds = 60.0
+    """Longest wait before a request is refused with 429."""
+    request_timeout_s: Seconds = 600.0
+    """Most time for one request, waiting included."""
+    reopen_timeout_s: Seconds = 30.0
+    """How long a request that lost its verifier waits for another."""
+    drain_grace_s: Seconds = 30.0
+    """How long running requests may go on after SIGTERM."""
+
+
+class VerifierSettings(Frozen):
+    """What is the verifier's own."""
+
+    listen: str = "127.0.0.1:50051"
+    """Address, `host:port` or `unix:/path`. Another host than loopback needs TLS."""
+    metrics_listen: str | None = None
+    """Address of the Prometheus endpoint. None means that there is none."""
+    proposers: tuple[str, ...] = ()
+    """Proposers that may draft. Each request uses one, while it is well."""
+    num_threads: PositiveInt | None = None
+    """Threads of each operator. None leaves it to torch."""
+    kv_cache_tokens: PositiveInt | None = None
+    """Size of the KV cache. None takes what memory allows."""
+    cpu_memory_fraction: Annotated[float, Field(gt=0, le=1)] = 0.25
+    """Most of the host's memory for the KV cache of a model on the CPU."""
+    max_waiting_requests: Annotated[int, Field(ge=0)] = 256
+    """Most requests that wait for one of the `max_num_seqs` places; more are refused."""
+    draft_timeout_s: Seconds = 1.0
+    """Longest wait for a block. Usually it is far shorter: it follows the proposer's answers."""
+    wait_for_slow_drafts: bool = False
+    """Waits for a proposer even if its blocks take longer than they can save. For tests."""
+    drain_grace_s: Seconds = 30.0
+    """How long running requests may go on after SIGTERM."""
+
+
+class ProposerSettings(Frozen):
+    """What is the proposer's own."""
+
+    listen: str = "127.0.0.1:50052"
+    """Address, `host:port` or `unix:/path`. Another host than loopback needs TLS."""
+    metrics_listen: str | None = None
+    """Address of the Prometheus endpoint. None means that there is none."""
+    num_threads: PositiveInt | None = None
+    """Threads of each operator. None leaves it to torch."""
+    kv_cache_tokens: PositiveInt | None = None
+    """Size of the KV cache. None takes what memory allows."""
+    cpu_memory_fraction: Annotated[float, Field(gt=0, le=1)] = 0.25
+    """Most of the host's memory for the KV cache of a model on the CPU."""
+    embedded_memory_share: Annotated[float, Field(gt=0, lt=1)] = 0.25
+    """Part of `gpu_memory_utilization` for the draft when `specgw serve` starts both services."""
+    max_sessions: PositiveInt = 64
+    """Most sessions over all verifiers; others decode without drafts."""
+    max_num_batched_tokens: PositiveInt = 2048
+    """Most input rows in one forward pass."""
+    drain_grace_s: Seconds = 5.0
+    """How long streams may go on after SIGTERM."""
+
+
+class SpecgwSettings(Frozen):
+    """Everything that vLLM has no key for."""
+
+    gateway: GatewaySettings = GatewaySettings()
+    """The gateway's part."""
+    verifier: VerifierSettings = VerifierSettings()
+    """The verifier's part."""
+    proposer: ProposerSettings = ProposerSettings()
+    """The proposer's part."""
+    tls: TlsSettings | None = None
+    """Certificates for the connections between services. Unix sockets need none."""
+    allow_insecure: bool = False
+    """Lets services listen beyond loopback without TLS, on a network that can be trusted."""
