@@ -9,7 +9,7 @@ from tools.tiny.tokenizers import MASK_ID
 from tools.tiny.training import Batch
 
 PARD_DEPTH = 8  # places predicted in one pass
-PARD_RETENTION = 0.6  # of the anchors of one depth, the part that the next depth keeps
+PARD_RETENTION = 0.8  # of the anchors of one depth, the part that the next depth keeps
 PARD_WINDOW = 192
 
 
