@@ -3,12 +3,17 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from specgw.engine.loading import ModelOptions, load_model
 from specgw.engine.model_runner import ModelRunner
+
+# A busy machine may take longer for an example than hypothesis would let it.
+hypothesis.settings.register_profile("any machine", deadline=None)
+hypothesis.settings.load_profile("any machine")
 
 VOCAB_SIZE = 97
 MAX_MODEL_LEN = 64

@@ -120,7 +120,7 @@ class _Stream:
     def __init__(self, stub: "proposer_pb2_grpc.ProposerServiceAsyncStub", hello: Hello) -> None:
         self.ack: HelloAck | None = None
         self.is_stuck = False
-        self._outbox: asyncio.Queue[ProposeStep] = asyncio.Queue()
+        self._outbox: asyncio.Queue[ProposeStep | None] = asyncio.Queue()
         self._call = stub.Propose(_requests(hello, self._outbox))
         self._responses = aiter(self._call)
 
@@ -159,7 +159,8 @@ class _Stream:
             self._call.cancel()
 
     def end(self) -> None:
-        """Ends the call, if it has not ended."""
+        """Ends the call, if it has not ended, and what feeds it."""
+        self._outbox.put_nowait(None)
         self._call.cancel()
 
 
@@ -174,8 +175,8 @@ def _parse(response: proposer_pb2.ProposeResponse | None) -> HelloAck | Sequence
 
 
 async def _requests(
-    hello: Hello, outbox: asyncio.Queue[ProposeStep]
+    hello: Hello, outbox: asyncio.Queue[ProposeStep | None]
 ) -> AsyncIterator[proposer_pb2.ProposeRequest]:
     yield wire.propose_request_to_pb(hello)
-    while True:
-        yield wire.propose_request_to_pb(await outbox.get())
+    while (step := await outbox.get()) is not None:
+        yield wire.propose_request_to_pb(step)
