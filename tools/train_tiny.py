@@ -36,6 +36,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 TARGET = Shape(VOCAB_SIZE, 22, 192, 416, heads=4, kv_heads=2, head_dim=64)
 DRAFT = Shape(VOCAB_SIZE, 2, 160, 384, heads=4, kv_heads=2, head_dim=32)
+# Twice the draft's depth: one pass has to do what the draft does in several.
+PARD = replace(DRAFT, layers=2 * DRAFT.layers)
 FOREIGN = Shape(FOREIGN_VOCAB_SIZE, 2, 160, 384, heads=4, kv_heads=2, head_dim=32)
 
 # Optimizer steps at scale 1.
@@ -44,7 +46,7 @@ STEPS = {
     "target": 400,
     "draft_corpus": 1000,
     "draft": 1000,
-    "pard": 1200,
+    "pard": 700,
     "foreign_corpus": 350,
     "foreign": 300,
 }
@@ -157,7 +159,8 @@ def train_draft(recipe: Recipe) -> None:
 
 
 def train_pard(recipe: Recipe) -> None:
-    model = load_weights(TinyLlama(DRAFT, recipe.seed), recipe.checkpoint("draft"))
+    draft = load_weights(TinyLlama(DRAFT, recipe.seed), recipe.checkpoint("draft"))
+    model = deepen(draft, PARD)
     schedule = recipe.schedule("pard", decay=0.7)
     batch_size = 16
 

@@ -9,7 +9,8 @@ from tools.tiny.tokenizers import MASK_ID
 from tools.tiny.training import Batch
 
 PARD_DEPTH = 8  # places predicted in one pass
-PARD_RETENTION = 0.8  # of the anchors of one depth, the part that the next depth keeps
+PARD_RETENTION = 0.7  # of the anchors of one depth, the part that the next depth keeps
+PARD_DISCOUNT = 0.6  # weight of one depth's loss over that of the depth before
 PARD_WINDOW = 192
 
 
@@ -77,4 +78,14 @@ def pard_loss(model: TinyLlama, batch: Batch) -> Tensor:
     generator = torch.Generator().manual_seed(int(seeds[0]))
     layout = PardLayout(token_ids.shape[1], generator)
     logits = model(layout.token_ids(token_ids), layout.position, layout.mask)
-    return opinion_loss(logits, top_ids[:, layout.position], top_logprobs[:, layout.position])
+    losses = [
+        opinion_loss(
+            logits[:, layout.depth == depth],
+            top_ids[:, layout.position[layout.depth == depth]],
+            top_logprobs[:, layout.position[layout.depth == depth]],
+        )
+        for depth in range(1, PARD_DEPTH + 1)
+    ]
+    # A place counts only if all before it are accepted, so the first ones matter most.
+    weights = [PARD_DISCOUNT ** (depth - 1) for depth in range(1, PARD_DEPTH + 1)]
+    return sum(w * loss for w, loss in zip(weights, losses, strict=True)) / sum(weights)

@@ -95,5 +95,5 @@ def load_or_train(path: Path, texts: tuple[str, ...], *, foreign: bool) -> Token
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         trained = train_foreign_tokenizer(texts) if foreign else train_tokenizer(texts)
-        trained.save(str(path))
+        trained.save(str(path), pretty=False)
     return Tokenizer.from_file(str(path))
