@@ -88,4 +88,4 @@ def pard_loss(model: TinyLlama, batch: Batch) -> Tensor:
     ]
     # A place counts only if all before it are accepted, so the first ones matter most.
     weights = [PARD_DISCOUNT ** (depth - 1) for depth in range(1, PARD_DEPTH + 1)]
-    return sum(w * loss for w, loss in zip(weights, losses, strict=True)) / sum(weights)
+    return (torch.stack(losses) * torch.tensor(weights)).sum() / sum(weights)
