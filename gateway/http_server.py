@@ -41,6 +41,10 @@ class HttpServer:
         self._server.config.timeout_graceful_shutdown = math.ceil(grace_s)
         self._server.should_exit = True
         await self._serving
+        for connection in self._server.server_state.connections:
+            if connection.transport is not None:  # its client does not read what is left
+                connection.transport.abort()
+        await asyncio.sleep(0)  # aborted transports close their sockets in the next turn
 
 
 class _QuietServer(uvicorn.Server):
