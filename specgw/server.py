@@ -33,6 +33,8 @@ _SERVER_OPTIONS = (
     *COMMON_OPTIONS,
     # Clients ping every 20 s, idle or not; the default minimum of 300 s ends in too_many_pings.
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+    # A process that stood still for a while reads the pings of that time at once.
+    ("grpc.http2.max_ping_strikes", 0),
     # A second instance fails to bind instead of taking half of the connections.
     ("grpc.so_reuseport", 0),
 )
