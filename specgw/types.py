@@ -171,6 +171,7 @@ class OpenSession:
 
     session_id: int
     token_ids: Sequence[int]
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +248,7 @@ class SpeculationStats:
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """One request to a verifier."""
+    """One request to a verifier. It shares cached prefixes with requests of the same salt only."""
 
     request_id: str
     prompt_token_ids: Sequence[int]
@@ -255,14 +256,19 @@ class GenerateRequest:
     output_token_ids: Sequence[int] = ()
     proposer_address: str = ""
     max_draft_tokens: int | None = None
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class GenerateOutput:
-    """Output tokens committed in one step; the last one of a request has a finish reason."""
+    """Output tokens committed in one step; the last one of a request has a finish reason.
+
+    The first has the seed and, with prefix caching, how many tokens were in the cache already.
+    """
 
     token_ids: Sequence[int]
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     seed: int | None = None
     speculation: SpeculationStats | None = None
+    cached_token_count: int | None = None

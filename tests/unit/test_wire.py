@@ -55,7 +55,7 @@ verifier_infos = st.builds(
 )
 steps = st.builds(
     ProposeStep,
-    open=st.lists(st.builds(OpenSession, session_ids, some_token_ids), max_size=3),
+    open=st.lists(st.builds(OpenSession, session_ids, some_token_ids, texts), max_size=3),
     commit=st.lists(st.builds(Commit, session_ids, counts, token_ids, counts), max_size=3),
     close=st.lists(session_ids, max_size=3),
 )
@@ -92,6 +92,7 @@ generate_requests = st.builds(
     output_token_ids=token_ids,
     proposer_address=texts,
     max_draft_tokens=st.none() | int32s,
+    cache_salt=texts,
 )
 generate_outputs = st.builds(
     GenerateOutput,
@@ -100,6 +101,7 @@ generate_outputs = st.builds(
     stop_token_id=st.none() | int32s,
     seed=st.none() | int64s,
     speculation=st.none() | stats,
+    cached_token_count=st.none() | counts,
 )
 
 
