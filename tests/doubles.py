@@ -14,7 +14,8 @@ class ToyRunner(ModelRunner):
     """A model whose next token follows from the last two: `toy_next`. Rows are real, weights none.
 
     It predicts from the rows in its KV cache, not from what the caller thinks it was fed, and it
-    keeps each forward pass's row counts in `passes`. `fault` is called before each pass and may raise.
+    keeps each forward pass's row counts in `passes`. `fault` is called before each pass and may
+    raise.
     """
 
     def __init__(
@@ -25,11 +26,15 @@ class ToyRunner(ModelRunner):
         kv_cache_tokens: int = 4096,
         vocab_fingerprint: str = "toy",
         poison: Iterable[int] = (),
+        has_prefix_cache: bool = True,
     ) -> None:
         description = ModelDescription(
             "toy", "ToyForCausalLM", vocab_size, vocab_fingerprint, max_model_len, "float32", "cpu"
         )
-        kv_cache = KVCache(1, 1, 1, kv_cache_tokens, torch.float32, torch.device("cpu"))
+        kv_cache = KVCache(
+            *(1, 1, 1, kv_cache_tokens, torch.float32, torch.device("cpu")),
+            has_prefix_cache=has_prefix_cache,
+        )
         super().__init__(lambda batch: torch.empty(0), description, (1,), kv_cache)
         self.passes: list[list[int]] = []
         self.fault: Callable[[Sequence[SequenceChunk]], None] = lambda chunks: None

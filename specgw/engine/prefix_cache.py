@@ -1,4 +1,4 @@
-"""Which KV cache blocks hold which prefix, by hash. Knows nothing of tokens or of who holds a block.
+"""Which KV cache blocks hold which prefix, by hash. Knows no tokens and no holders.
 
 `kv_cache.py` decides which blocks are forgotten, and when; `block_hashes.py` computes the hashes.
 """

@@ -107,12 +107,12 @@ def test_without_a_prefix_cache_nothing_is_counted(plain_runner: ModelRunner) ->
 def test_sessions_that_share_and_then_part_answer_as_if_alone(
     random_runner: ModelRunner, plain_runner: ModelRunner
 ) -> None:
-    prompts = [STEM + [number] for number in range(5)]
+    prompts = [[*STEM, number] for number in range(5)]
     expected = plain_answers(plain_runner, prompts)
     verifier = InlineVerifier(
         random_runner, [InProcessLink(ScriptedProposer(liar(expected, VOCAB_SIZE)))]
     )
-    verifier.generate([STEM + [90]])
+    verifier.generate([[*STEM, 90]])
 
     together = verifier.generate(prompts)
 
