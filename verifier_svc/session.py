@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from specgw.engine.kv_cache import SequenceCache
 from specgw.errors import InvalidRequest
 from specgw.types import FinishReason, GenerateRequest, SpeculationStats, UndraftedReason
+from verifier_svc.logits_processors import RowProcessors
 
 
 @dataclass(slots=True)
@@ -55,6 +56,7 @@ class Session:
     length_limit: int  # The context may not grow longer than this many tokens.
     stop_token_ids: frozenset[int]
     context: list[int]
+    processors: RowProcessors | None = None
     cache: SequenceCache | None = None
     draft: DraftState = field(default_factory=DraftState)
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
@@ -104,6 +106,7 @@ def open_session(
     max_draft_tokens: int,
     max_model_len: int,
     eos_token_ids: Sequence[int],
+    processors: RowProcessors | None = None,
 ) -> Session:
     """Builds the session of a request that `check_request` has passed."""
     params = request.sampling_params
@@ -122,6 +125,7 @@ def open_session(
             (*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids))
         ),
         context=[*request.prompt_token_ids, *request.output_token_ids],
+        processors=processors,
     )
 
 
@@ -143,7 +147,7 @@ def check_request(
     for name, token_ids in (
         ("prompt_token_ids", request.prompt_token_ids),
         ("output_token_ids", request.output_token_ids),
-        ("stop_token_ids", params.stop_token_ids),
+        *params.token_ids().items(),
     ):
         for outside in (i for i in token_ids if not 0 <= i < vocab_size):
             raise InvalidRequest(name, outside, f"must be in [0, {vocab_size})")
