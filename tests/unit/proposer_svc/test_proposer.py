@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from proposer_svc.proposer import DraftModelProposer, ProposerLimits, build_proposer
+from proposer_svc.draft_model import DraftModelDrafter
+from proposer_svc.proposer import ProposerCore, build_proposer
 from specgw.budget import PREFILL_CHUNK
 from specgw.config import parse_config
 from specgw.engine.model_runner import SequenceChunk
@@ -27,11 +28,17 @@ from tests.doubles import ToyRunner, toy_continuation
 pytestmark = pytest.mark.usefixtures("single_thread")
 
 
-def build(runner: ToyRunner | None = None, **limits: int) -> tuple[DraftModelProposer, ToyRunner]:
+def build(
+    runner: ToyRunner | None = None,
+    max_draft_tokens: int = 4,
+    max_sessions: int = 8,
+    max_num_batched_tokens: int = 2048,
+    tokenizer_size: int | None = None,
+) -> tuple[ProposerCore, ToyRunner]:
     """Returns a proposer that verifiers `v` and `w` are connected to."""
     runner = runner or ToyRunner()
-    merged = {"max_draft_tokens": 4, "max_sessions": 8, "max_num_batched_tokens": 2048} | limits
-    proposer = DraftModelProposer(runner, ProposerLimits(**merged))
+    drafter = DraftModelDrafter(runner, max_num_batched_tokens, tokenizer_size)
+    proposer = ProposerCore(drafter, max_draft_tokens, max_sessions)
     proposer.connect(hello("v"))
     proposer.connect(hello("w"))
     return proposer, runner
