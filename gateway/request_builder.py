@@ -76,7 +76,8 @@ class RequestBuilder:
         if model is None:
             raise NotReady(f"no verifier was reached yet ({self._router.states})")
         _check_token_ids(names.prompt, prompt_token_ids, model)
-        _check_token_ids("stop_token_ids", params.stop_token_ids, model)
+        for name, token_ids in params.token_ids().items():
+            _check_token_ids(name, token_ids, model)
         if max_draft_tokens is not None and not 0 <= max_draft_tokens <= self._max_draft_tokens:
             rule = f"must be in [0, {self._max_draft_tokens}], the number configured"
             raise InvalidRequest(names.max_draft_tokens, max_draft_tokens, rule)

@@ -72,13 +72,30 @@ def sampling_params_from_pb(pb: types_pb2.SamplingParams) -> SamplingParams:
         max_tokens=pb.max_tokens or None,
         stop_token_ids=tuple(pb.stop_token_ids),
         ignore_eos=pb.ignore_eos,
+        presence_penalty=pb.presence_penalty,
+        frequency_penalty=pb.frequency_penalty,
+        repetition_penalty=pb.repetition_penalty if pb.HasField("repetition_penalty") else 1.0,
+        min_tokens=pb.min_tokens,
+        logit_bias=dict(pb.logit_bias),
+        bad_words_token_ids=tuple(
+            tuple(token_ids_from_pb(ids, "bad_words_token_ids")) for ids in pb.bad_words_token_ids
+        ),
+        allowed_token_ids=(
+            tuple(token_ids_from_pb(pb.allowed_token_ids, "allowed_token_ids"))
+            if pb.HasField("allowed_token_ids")
+            else None
+        ),
+        logprobs=pb.logprobs if pb.HasField("logprobs") else None,
+        prompt_logprobs=pb.prompt_logprobs if pb.HasField("prompt_logprobs") else None,
     )
 
 
 def sampling_params_to_pb(params: SamplingParams) -> types_pb2.SamplingParams:
     """Packs what a verifier needs; stop strings are not its business."""
-    if any(token_id > _INT32_MAX for token_id in params.stop_token_ids):
-        raise InvalidRequest("stop_token_ids", params.stop_token_ids, "must be token ids")
+    for name, token_ids in params.token_ids().items():
+        if any(not 0 <= token_id <= _INT32_MAX for token_id in token_ids):
+            raise InvalidRequest(name, token_ids, "must be token ids")
+    allowed = params.allowed_token_ids
     return types_pb2.SamplingParams(
         temperature=params.temperature,
         top_p=params.top_p,
@@ -87,6 +104,15 @@ def sampling_params_to_pb(params: SamplingParams) -> types_pb2.SamplingParams:
         max_tokens=min(params.max_tokens or 0, _INT32_MAX),
         stop_token_ids=params.stop_token_ids,
         ignore_eos=params.ignore_eos,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        repetition_penalty=params.repetition_penalty,
+        min_tokens=min(params.min_tokens, _INT32_MAX),
+        logit_bias=params.logit_bias,
+        bad_words_token_ids=[token_ids_to_pb(ids) for ids in params.bad_words_token_ids],
+        allowed_token_ids=None if allowed is None else token_ids_to_pb(allowed),
+        logprobs=params.logprobs,
+        prompt_logprobs=params.prompt_logprobs,
     )
 
 

@@ -174,6 +174,7 @@ class Scheduler:
             max_draft_tokens=self._limits.max_draft_tokens,
             max_model_len=runner.max_model_len,
             eos_token_ids=runner.eos_token_ids,
+            processors=self._verifier.processors_for(event.request),
         )
         self._sessions[session.session_id] = session
         self._waiting.append(session)
@@ -277,6 +278,7 @@ class Scheduler:
             is_complete=is_complete,
             sampling_params=session.request.sampling_params,
             seed=session.seed,
+            processors=session.processors,
         )
 
     def _preempt(self, session: Session) -> None:

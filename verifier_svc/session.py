@@ -7,6 +7,7 @@ from specgw.engine.block_hashes import BlockHashes
 from specgw.engine.kv_cache import SequenceCache
 from specgw.errors import InvalidRequest
 from specgw.types import FinishReason, GenerateRequest, SpeculationStats, UndraftedReason
+from verifier_svc.logits_processors import RowProcessors
 
 
 @dataclass(slots=True)
@@ -57,6 +58,7 @@ class Session:
     stop_token_ids: frozenset[int]
     context: list[int]
     block_hashes: BlockHashes
+    processors: RowProcessors | None = None
     cache: SequenceCache | None = None
     draft: DraftState = field(default_factory=DraftState)
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
@@ -117,6 +119,7 @@ def open_session(
     max_draft_tokens: int,
     max_model_len: int,
     eos_token_ids: Sequence[int],
+    processors: RowProcessors | None = None,
 ) -> Session:
     """Builds the session of a request that `check_request` has passed."""
     params = request.sampling_params
@@ -136,6 +139,7 @@ def open_session(
         ),
         context=[*request.prompt_token_ids, *request.output_token_ids],
         block_hashes=BlockHashes(request.cache_salt),
+        processors=processors,
     )
 
 
@@ -157,7 +161,7 @@ def check_request(
     for name, token_ids in (
         ("prompt_token_ids", request.prompt_token_ids),
         ("output_token_ids", request.output_token_ids),
-        ("stop_token_ids", params.stop_token_ids),
+        *params.token_ids().items(),
     ):
         for outside in (i for i in token_ids if not 0 <= i < vocab_size):
             raise InvalidRequest(name, outside, f"must be in [0, {vocab_size})")

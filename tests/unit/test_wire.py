@@ -83,6 +83,14 @@ sampling_params = st.builds(
     max_tokens=st.none() | st.integers(1, 2**31 - 1),
     stop_token_ids=st.lists(counts, max_size=3),
     ignore_eos=st.booleans(),
+    presence_penalty=st.floats(-2, 2),
+    frequency_penalty=st.floats(-2, 2),
+    repetition_penalty=st.floats(0, 9, exclude_min=True),
+    logit_bias=st.dictionaries(counts, st.floats(-100, 100, width=32), max_size=3),
+    bad_words_token_ids=st.lists(st.lists(counts, min_size=1, max_size=3), max_size=3),
+    allowed_token_ids=st.none() | st.lists(counts, min_size=1, max_size=3),
+    logprobs=st.none() | st.integers(-1, 20),
+    prompt_logprobs=st.none() | st.integers(-1, 20),
 )
 generate_requests = st.builds(
     GenerateRequest,
