@@ -12,6 +12,10 @@ from starlette.types import ASGIApp
 
 from specgw.errors import ConfigError
 
+# Longer than clients and load balancers keep idle connections (httpx 5 s, most balancers 60 s): who
+# closes first must not be the server, or a request sent at that moment is lost.
+_KEEP_ALIVE_S = 75
+
 
 class HttpServer:
     """uvicorn in the running loop, with the life of a gRPC server.
@@ -26,7 +30,13 @@ class HttpServer:
         self.is_loopback = ipaddress.ip_address(bound_host).is_loopback
         self.url = f"http://{f'[{bound_host}]' if ':' in bound_host else bound_host}:{bound_port}"
         self._server = _QuietServer(
-            uvicorn.Config(app, lifespan="off", log_config=None, log_level="warning")
+            uvicorn.Config(
+                app,
+                lifespan="off",
+                log_config=None,
+                log_level="warning",
+                timeout_keep_alive=_KEEP_ALIVE_S,
+            )
         )
         self._serving: asyncio.Task[None] | None = None
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from proposer_svc.metrics import ProposerMetrics
-from proposer_svc.proposer import DraftModelProposer, build_proposer
+from proposer_svc.proposer import ProposerCore, build_proposer
 from proposer_svc.service import SERVICE_NAME, ProposerService
 from specgw.config import EngineArgs, load_config
 from specgw.exit_codes import exit_on_config_error
@@ -24,14 +24,14 @@ def run(args: EngineArgs, parent_pipe: int | None = None) -> None:
     settings = args.specgw.proposer
     proposer = build_proposer(args)
     with contextlib.ExitStack() as stack:
-        metrics = ProposerMetrics(proposer.runner.kv_cache.capacity_tokens)
+        metrics = ProposerMetrics(proposer.offer.kv_capacity_tokens)
         if settings.metrics_listen is not None:
             stack.callback(serve_metrics(settings.metrics_listen, metrics.registry))
         asyncio.run(_serve(proposer, args, metrics, parent_pipe))
 
 
 async def _serve(
-    proposer: DraftModelProposer,
+    proposer: ProposerCore,
     args: EngineArgs,
     metrics: ProposerMetrics,
     parent_pipe: int | None,

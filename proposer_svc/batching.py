@@ -1,61 +1,83 @@
 """Chooses which rows the next forward pass feeds, and finds the memory for them."""
 
-from proposer_svc.session_table import Session, SessionTable
+from collections.abc import Collection
+
+from proposer_svc.draft_rows import DraftRows
 from specgw.budget import PREFILL_CHUNK
 from specgw.engine.kv_cache import OutOfBlocks
 
 
 def build_batch(
-    table: SessionTable, max_num_batched_tokens: int, mask_rows: int = 0
-) -> tuple[list[tuple[Session, int]], list[Session]]:
+    sessions: Collection[DraftRows],
+    idle_before: int,
+    max_num_batched_tokens: int,
+    mask_rows: int = 0,
+) -> tuple[list[tuple[DraftRows, int]], list[DraftRows]]:
     """Returns sessions with the number of rows to feed, and sessions without memory for theirs.
 
     First come those that wait for a block and are nearly ready, the longest waiting first. A long
     prefill takes what they leave, in small chunks so that it does not delay them much.
 
     Args:
-        table: The sessions.
+        sessions: The rows of every session.
+        idle_before: Sessions last used before this count give their memory to others.
         max_num_batched_tokens: Most rows of the pass, those that drafting adds included.
         mask_rows: Rows that drafting adds to a session's own missing ones.
     """
-    work = sorted((session for session in table if session.has_work), key=_urgency)
+    work = [one for one in sessions if one.has_work]
+    for one in work:
+        one.reuse()
+    work.sort(key=_urgency)
     rows_left = prefill_left = max_num_batched_tokens
     if work and _is_nearly_ready(work[0]):
         prefill_left = PREFILL_CHUNK
     batch, starved = [], []
-    for session in work:
-        is_prefill = not _is_nearly_ready(session)
+    for one in work:
+        is_prefill = not _is_nearly_ready(one)
         # As in vLLM: a session whose extra rows do not fit waits for the next pass.
-        extra = mask_rows if session.num_wanted else 0
+        extra = mask_rows if one.session.num_wanted else 0
         rows_free = rows_left - extra
-        rows = min(session.num_missing, rows_free, prefill_left if is_prefill else rows_free)
+        rows = min(one.num_missing, rows_free, prefill_left if is_prefill else rows_free)
         if rows <= 0:
             continue
-        if not _reserve(session, table):
-            starved.append(session)
+        if not _reserve(one, sessions, idle_before):
+            starved.append(one)
             continue
-        batch.append((session, rows))
-        rows_left -= rows + (extra if rows == session.num_missing else 0)
+        batch.append((one, rows))
+        rows_left -= rows + (extra if rows == one.num_missing else 0)
         prefill_left -= rows if is_prefill else 0
     return batch, starved
 
 
-def _is_nearly_ready(session: Session) -> bool:
-    return session.num_wanted > 0 and session.num_missing <= PREFILL_CHUNK
+def _is_nearly_ready(one: DraftRows) -> bool:
+    return one.session.num_wanted > 0 and one.num_missing <= PREFILL_CHUNK
 
 
-def _urgency(session: Session) -> tuple[bool, bool, int]:
-    return not _is_nearly_ready(session), session.num_wanted == 0, session.last_used
+def _urgency(one: DraftRows) -> tuple[bool, bool, int]:
+    return not _is_nearly_ready(one), one.session.num_wanted == 0, one.session.last_used
 
 
-def _reserve(session: Session, table: SessionTable) -> bool:
+def _reserve(one: DraftRows, sessions: Collection[DraftRows], idle_before: int) -> bool:
     """Takes all the memory that the session's block needs, if need be from idle sessions."""
-    length = len(session.token_ids) + max(session.num_wanted - 1, 0)
+    length = len(one.token_ids) + max(one.session.num_wanted - 1, 0)
     while True:
         try:
-            session.cache.reserve(length)
+            one.cache.reserve(length)
         except OutOfBlocks:
-            if not table.forget_an_idle_session():
+            if not _forget_an_idle_session(sessions, idle_before):
                 return False
         else:
             return True
+
+
+def _forget_an_idle_session(sessions: Collection[DraftRows], idle_before: int) -> bool:
+    """Frees the rows of the session that was not asked for the longest time, if one is idle."""
+    idle = [
+        one
+        for one in sessions
+        if one.cache.length and not one.has_work and one.session.last_used < idle_before
+    ]
+    if not idle:
+        return False
+    min(idle, key=lambda one: one.session.last_used).forget()
+    return True

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from proposer_svc.metrics import ProposerMetrics
-from proposer_svc.proposer import DraftModelProposer, ProposerLoad
+from proposer_svc.proposer import ProposerCore, ProposerLoad
 from specgw.errors import Cancelled, NotReady, SpecgwError
 from specgw.types import DraftBlock, Hello, HelloAck, ProposeStep
 
@@ -41,7 +41,7 @@ class BlockStream(Protocol):
 class EngineThread:
     """Runs a core. Its public methods are called on the event loop that it was built on."""
 
-    def __init__(self, proposer: DraftModelProposer, metrics: ProposerMetrics) -> None:
+    def __init__(self, proposer: ProposerCore, metrics: ProposerMetrics) -> None:
         self.load = ProposerLoad()  # as of the last step; replaced, never changed
         self._proposer = proposer
         self._metrics = metrics

@@ -4,19 +4,16 @@ Every answer it gives may be wrong without harm to the output: a verifier tests 
 by the engine thread of `service.py`, or by an in-process link.
 """
 
-import logging
 import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from proposer_svc.batching import build_batch
-from proposer_svc.draft_model import draft
+from proposer_svc.draft_model import DraftModelDrafter
+from proposer_svc.drafter import Draft, Drafter
 from proposer_svc.session_table import Session, SessionTable
-from specgw.budget import mask_rows
 from specgw.config import EngineArgs
 from specgw.engine.loading import draft_options, load_model
-from specgw.engine.model_runner import ModelRunner
 from specgw.errors import ConfigError, IncompatibleModels
 from specgw.handshake import greeting_mismatches
 from specgw.model_files import resolve_model
@@ -26,26 +23,11 @@ from specgw.types import (
     DraftBlock,
     Hello,
     HelloAck,
-    ModelDescription,
     OpenSession,
     ProposeStep,
     UndraftedReason,
 )
 from specgw.vocab import tokenizer_size
-
-logger = logging.getLogger(__name__)
-
-METHOD = "draft_model"
-
-
-@dataclass(frozen=True, slots=True)
-class ProposerLimits:
-    """What bounds a proposer's work. `tokenizer_size` is the number of ids that mean something."""
-
-    max_draft_tokens: int
-    max_sessions: int
-    max_num_batched_tokens: int
-    tokenizer_size: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +39,8 @@ class ProposerLoad:
     kv_used_tokens: int = 0
 
 
-def build_proposer(args: EngineArgs) -> "DraftModelProposer":
-    """Loads the draft model.
+def build_proposer(args: EngineArgs) -> "ProposerCore":
+    """Loads what the configured method needs.
 
     Raises:
         ConfigError: without a speculative configuration, or if the model cannot be loaded.
@@ -66,13 +48,12 @@ def build_proposer(args: EngineArgs) -> "DraftModelProposer":
     if args.speculative_config is None:
         raise ConfigError(["speculative_config: a proposer needs one: it names the draft model"])
     settings = args.specgw.proposer
-    limits = ProposerLimits(
-        args.max_draft_tokens,
-        settings.max_sessions,
+    drafter = DraftModelDrafter(
+        load_model(draft_options(args)),
         settings.max_num_batched_tokens,
         tokenizer_size(resolve_model(args.speculative_config.model)),
     )
-    return DraftModelProposer(load_model(draft_options(args)), limits)
+    return ProposerCore(drafter, args.max_draft_tokens, settings.max_sessions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,49 +62,42 @@ class _Verifier:
 
     verifier_id: str
     max_draft_tokens: int
-    num_ids: int  # token ids that both models have
-    num_draftable_ids: int
+    num_ids: int  # ids that a context may have
 
     def has_ids(self, token_ids: Sequence[int]) -> bool:
         return not token_ids or (min(token_ids) >= 0 and max(token_ids) < self.num_ids)
 
 
-class DraftModelProposer:
-    """Implements `specgw.link.Proposer` with a draft model. The caller's one thread owns it."""
+class ProposerCore:
+    """Implements `specgw.link.Proposer` with a drafter. The caller's one thread owns it."""
 
-    def __init__(self, runner: ModelRunner, limits: ProposerLimits) -> None:
-        self.proposer_id = uuid.uuid4().hex
-        self.runner = runner
-        self.limits = limits
+    def __init__(self, drafter: Drafter, max_draft_tokens: int, max_sessions: int) -> None:
+        self._drafter = drafter
         self._verifiers: dict[str, _Verifier] = {}
-        self._table = SessionTable(limits.max_sessions)
+        self._table = SessionTable(max_sessions, drafter.close)
+        slots = drafter.method, max_draft_tokens, drafter.parallel_drafting
         self.offer = HelloAck(
-            proposer_id=self.proposer_id,
-            method=METHOD,
-            draft_model=runner.description,
-            max_draft_tokens=limits.max_draft_tokens,
-            extra_slots_per_session=extra_slots(METHOD, limits.max_draft_tokens),
-            max_sessions=limits.max_sessions,
-            kv_lookahead_per_session=kv_lookahead(METHOD, limits.max_draft_tokens),
-            max_num_batched_tokens=limits.max_num_batched_tokens,
-            kv_capacity_tokens=runner.kv_cache.capacity_tokens,
+            proposer_id=uuid.uuid4().hex,
+            method=drafter.method,
+            draft_model=drafter.description,
+            max_draft_tokens=max_draft_tokens,
+            extra_slots_per_session=extra_slots(*slots),
+            max_sessions=max_sessions,
+            kv_lookahead_per_session=kv_lookahead(*slots),
+            max_num_batched_tokens=drafter.max_num_batched_tokens,
+            kv_capacity_tokens=drafter.kv_capacity_tokens,
         )
-        self._mask_rows = mask_rows(self.offer.extra_slots_per_session)
 
     def connect(self, hello: Hello) -> HelloAck:
         mismatches = greeting_mismatches(hello, self.offer)
-        mismatches += _vocabulary_mismatches(hello.target_model, self.runner.description)
+        mismatches += self._drafter.mismatches(hello.target_model)
         if mismatches:
             raise IncompatibleModels(mismatches)
         self.disconnect(hello.verifier_id)
-        num_ids = min(hello.target_model.vocab_size, self.runner.vocab_size)
-        self._verifiers[hello.verifier_id] = verifier = _Verifier(
-            hello.verifier_id,
-            max_draft_tokens=min(self.limits.max_draft_tokens, hello.max_draft_tokens),
-            num_ids=num_ids,
-            num_draftable_ids=min(num_ids, self.limits.tokenizer_size or num_ids),
-        )
-        return replace(self.offer, max_draft_tokens=verifier.max_draft_tokens)
+        max_draft_tokens = min(self.offer.max_draft_tokens, hello.max_draft_tokens)
+        num_ids = self._drafter.num_context_ids(hello.target_model)
+        self._verifiers[hello.verifier_id] = _Verifier(hello.verifier_id, max_draft_tokens, num_ids)
+        return replace(self.offer, max_draft_tokens=max_draft_tokens)
 
     def disconnect(self, verifier_id: str) -> None:
         self._verifiers.pop(verifier_id, None)
@@ -144,26 +118,25 @@ class DraftModelProposer:
         return refusals
 
     def has_work(self) -> bool:
-        return any(session.has_work for session in self._table)
+        return self._drafter.has_work()
 
     def step(self) -> list[tuple[str, DraftBlock]]:
         began = time.perf_counter()
-        batch, starved = build_batch(
-            self._table, self.limits.max_num_batched_tokens, self._mask_rows
-        )
-        blocks = [_refusal(session) for session in starved if session.num_wanted]
-        for session in starved:
-            session.forget_rows()
-        answered = self._draft(batch)
+        drafts = self._drafter.step(self._table)
         draft_s = time.perf_counter() - began
-        return blocks + [self._answer(session, draft_s) for session in answered]
+        blocks = [_block(draft, draft_s) for draft in drafts if draft.session.num_wanted]
+        for draft in drafts:
+            draft.session.num_wanted = 0
+            if draft.reason is UndraftedReason.ERROR:
+                self._table.remove(draft.session.verifier_id, draft.session.session_id)
+        return blocks
 
     def load(self) -> ProposerLoad:
         """Returns a snapshot."""
         return ProposerLoad(
             session_count=len(self._table),
             waiting_count=sum(session.num_wanted > 0 for session in self._table),
-            kv_used_tokens=self.runner.kv_cache.used_tokens,
+            kv_used_tokens=self._drafter.kv_used_tokens,
         )
 
     def _open(self, verifier: _Verifier, opened: OpenSession) -> None:
@@ -175,17 +148,12 @@ class DraftModelProposer:
         if self._table.is_full:
             self._table.refuse(verifier_id, session_id, UndraftedReason.NO_SLOT)
             return
-        length = len(opened.token_ids)
-        self._table.add(
-            Session(
-                verifier_id,
-                session_id,
-                token_ids=list(opened.token_ids),
-                cache=self.runner.kv_cache.new_sequence(),
-                num_draftable_ids=verifier.num_draftable_ids,
-                prefill_length=length if length <= self.runner.max_model_len else 0,
-            )
+        session = Session(
+            *(verifier_id, session_id, list(opened.token_ids), verifier.num_ids),
+            cache_salt=opened.cache_salt,
         )
+        self._table.add(session)
+        self._drafter.open(session)
 
     def _commit(self, verifier: _Verifier, commit: Commit) -> UndraftedReason | None:
         """Appends to a session's context and asks for a block; returns why there will be none."""
@@ -199,58 +167,19 @@ class DraftModelProposer:
         if not verifier.has_ids(commit.token_ids):
             self._table.refuse(verifier_id, session_id, UndraftedReason.ERROR)
             return UndraftedReason.ERROR
-        session.commit(commit.token_ids)
-        # Every token of the context is fed, and every draft token but the last.
-        room = self.runner.max_model_len - len(session.token_ids) + 1
+        session.token_ids.extend(commit.token_ids)
+        self._drafter.commit(session, commit.token_ids)
+        room = self._drafter.room(session)
         if room <= 0:
-            session.forget_rows()
+            session.num_wanted = 0
+            self._drafter.stop(session)
             return UndraftedReason.CONTEXT_LIMIT
         self._table.ask(session, min(commit.max_draft_tokens, verifier.max_draft_tokens, room))
         return None
 
-    def _draft(self, batch: Sequence[tuple[Session, int]]) -> list[Session]:
-        """Returns the sessions to answer. If drafting fails, they are all of the batch, dropped."""
-        if not batch:
-            return []
-        try:
-            return draft(self.runner, batch)
-        except Exception:
-            logger.exception("drafting failed", extra={"session_count": len(batch)})
-        for session, _ in batch:
-            session.draft_token_ids = []
-            self._table.remove(session.verifier_id, session.session_id)
-        return [session for session, _ in batch if session.num_wanted]
 
-    def _answer(self, session: Session, draft_s: float) -> tuple[str, DraftBlock]:
-        """Returns a session's block. Without a token in it, the session is dropped."""
-        session.num_wanted = 0
-        token_ids = tuple(session.draft_token_ids)
-        reason = None if token_ids else UndraftedReason.ERROR
-        if reason is not None:
-            self._table.remove(session.verifier_id, session.session_id)
-        length = len(session.token_ids)
-        block = DraftBlock(session.session_id, length, token_ids, reason, draft_s)
-        return session.verifier_id, block
-
-
-def _refusal(session: Session) -> tuple[str, DraftBlock]:
-    length, reason = len(session.token_ids), UndraftedReason.NO_MEMORY
-    return session.verifier_id, DraftBlock(session.session_id, length, reason=reason)
-
-
-def _vocabulary_mismatches(target: ModelDescription, draft_model: ModelDescription) -> list[str]:
-    """Returns one readable line for each reason why the two models' ids cannot be shared."""
-    mismatches = []
-    if target.vocab_size < 1:
-        mismatches.append(f"target_model.vocab_size: must be at least 1, got {target.vocab_size}")
-    fingerprints = {target.vocab_fingerprint, draft_model.vocab_fingerprint} - {""}
-    if len(fingerprints) > 1:
-        mismatches.append(
-            f"vocabulary: {_vocabulary(target)} is the target's, {_vocabulary(draft_model)} the "
-            "draft's; the draft_model method needs the same tokens under the same ids"
-        )
-    return mismatches
-
-
-def _vocabulary(model: ModelDescription) -> str:
-    return f"that of {model.name} ({model.vocab_size} ids, sha256 {model.vocab_fingerprint[:12]})"
+def _block(draft: Draft, draft_s: float) -> tuple[str, DraftBlock]:
+    session = draft.session
+    length = len(session.token_ids)
+    block = DraftBlock(session.session_id, length, draft.token_ids, draft.reason, draft_s)
+    return session.verifier_id, block

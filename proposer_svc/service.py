@@ -11,7 +11,7 @@ import grpc
 
 from proposer_svc.engine_thread import EngineThread
 from proposer_svc.metrics import ProposerMetrics
-from proposer_svc.proposer import DraftModelProposer
+from proposer_svc.proposer import ProposerCore
 from specgw import wire
 from specgw.errors import InvalidRequest, NotReady
 from specgw.types import PROTOCOL_VERSION, DraftBlock, Hello
@@ -26,11 +26,9 @@ _MAX_UNREAD = 64  # steps that the engine has not read, and responses that the v
 class ProposerService(proposer_pb2_grpc.ProposerServiceServicer):
     """Answers `Propose` streams with one core in one engine thread. Built on the event loop."""
 
-    def __init__(
-        self, proposer: DraftModelProposer, metrics: ProposerMetrics | None = None
-    ) -> None:
+    def __init__(self, proposer: ProposerCore, metrics: ProposerMetrics | None = None) -> None:
         self._proposer = proposer
-        self._metrics = metrics or ProposerMetrics(proposer.runner.kv_cache.capacity_tokens)
+        self._metrics = metrics or ProposerMetrics(proposer.offer.kv_capacity_tokens)
         self.engine = EngineThread(proposer, self._metrics)
         self._streams: set[_Stream] = set()
         self._is_draining = False

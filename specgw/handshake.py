@@ -61,6 +61,20 @@ def greeting_mismatches(hello: Hello, ack: HelloAck) -> list[str]:
     return mismatches
 
 
+def vocabulary_mismatches(target: ModelDescription, draft_model: ModelDescription) -> list[str]:
+    """Returns why a draft model's ids do not mean to the target what they mean to it."""
+    mismatches = []
+    if target.vocab_size < 1:
+        mismatches.append(f"target_model.vocab_size: must be at least 1, got {target.vocab_size}")
+    fingerprints = {target.vocab_fingerprint, draft_model.vocab_fingerprint} - {""}
+    if len(fingerprints) > 1:
+        mismatches.append(
+            f"vocabulary: {_vocabulary(target)} is the target's, {_vocabulary(draft_model)} the "
+            "draft's; the draft_model method needs the same tokens under the same ids"
+        )
+    return mismatches
+
+
 def verifier_mismatches(
     args: EngineArgs, vocab_fingerprint: str, tokenizer_size: int, verifier: VerifierInfo
 ) -> list[str]:
@@ -115,3 +129,7 @@ def _slot_mismatches(slots: DraftSlots, verifier: VerifierInfo) -> list[str]:
         and proposer.offer is not None
         and proposer.offer.extra_slots_per_session != slots.extra_rows
     ]
+
+
+def _vocabulary(model: ModelDescription) -> str:
+    return f"that of {model.name} ({model.vocab_size} ids, sha256 {model.vocab_fingerprint[:12]})"

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from proposer_svc.proposer import DraftModelProposer, ProposerLimits
+from proposer_svc.draft_model import DraftModelDrafter
+from proposer_svc.proposer import ProposerCore
 from proposer_svc.service import SERVICE_NAME, ProposerService
 from specgw.engine.loading import ModelOptions, load_model
 from specgw.engine.model_runner import ModelRunner
@@ -40,12 +41,12 @@ def stranger(unrelated_model_dir: Path, single_thread: None) -> ModelRunner:
     return load_model(ModelOptions(str(unrelated_model_dir), dtype="float32", kv_cache_tokens=4096))
 
 
-def core(runner: ModelRunner, num_draft_tokens: int) -> DraftModelProposer:
-    return DraftModelProposer(runner, ProposerLimits(num_draft_tokens, 64, 512))
+def core(runner: ModelRunner, num_draft_tokens: int) -> ProposerCore:
+    return ProposerCore(DraftModelDrafter(runner, 512), num_draft_tokens, max_sessions=64)
 
 
 @asynccontextmanager
-async def served(proposer: DraftModelProposer) -> AsyncIterator[str]:
+async def served(proposer: ProposerCore) -> AsyncIterator[str]:
     server = ServiceServer(SERVICE_NAME, [LOOPBACK])
     service = ProposerService(proposer)
     service.register(server.grpc_server)

@@ -7,7 +7,8 @@ be its most probable one, or within the noise of the data type of it.
 import pytest
 import torch
 
-from proposer_svc.proposer import DraftModelProposer, ProposerLimits
+from proposer_svc.draft_model import DraftModelDrafter
+from proposer_svc.proposer import ProposerCore
 from specgw.engine.loading import ModelOptions, load_model
 from specgw.engine.model_runner import ModelRunner, SequenceChunk
 from specgw.link import InProcessLink
@@ -29,7 +30,7 @@ def target(single_thread: None) -> ModelRunner:
 @pytest.mark.parametrize("num_draft_tokens", [1, 4, 8])
 def test_every_token_is_the_targets_choice(num_draft_tokens: int, target: ModelRunner) -> None:
     draft = load_model(ModelOptions("tiny/draft", dtype="bfloat16"))
-    proposer = DraftModelProposer(draft, ProposerLimits(num_draft_tokens, 64, 512))
+    proposer = ProposerCore(DraftModelDrafter(draft, 512), num_draft_tokens, max_sessions=64)
     verifier = InlineVerifier(target, [InProcessLink(proposer)], max_draft_tokens=num_draft_tokens)
 
     answers = verifier.generate(PROMPTS, PARAMS)

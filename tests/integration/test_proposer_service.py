@@ -10,8 +10,9 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from proposer_svc.draft_model import DraftModelDrafter
 from proposer_svc.metrics import ProposerMetrics
-from proposer_svc.proposer import DraftModelProposer, ProposerLimits
+from proposer_svc.proposer import ProposerCore
 from proposer_svc.service import SERVICE_NAME, ProposerService
 from specgw import wire
 from specgw.channel import open_channel, status_to_error
@@ -123,12 +124,16 @@ def hello(
 
 @contextlib.asynccontextmanager
 async def serve(
-    runner: ToyRunner | None = None, metrics: ProposerMetrics | None = None, **limits: int
+    runner: ToyRunner | None = None,
+    metrics: ProposerMetrics | None = None,
+    max_draft_tokens: int = 4,
+    max_sessions: int = 8,
 ) -> AsyncIterator[tuple[Running, ServiceServer, ProposerService]]:
     runner = runner or ToyRunner()
-    merged = {"max_draft_tokens": 4, "max_sessions": 8, "max_num_batched_tokens": 2048} | limits
     server = ServiceServer(SERVICE_NAME, ["127.0.0.1:0"])
-    service = ProposerService(DraftModelProposer(runner, ProposerLimits(**merged)), metrics)
+    service = ProposerService(
+        ProposerCore(DraftModelDrafter(runner, 2048), max_draft_tokens, max_sessions), metrics
+    )
     service.register(server.grpc_server)
     service.start()
     await server.start()
@@ -431,11 +436,11 @@ async def test_a_failing_engine_ends_all_streams_and_takes_new_ones(
     client = Client(running, "v")
     await client.connect()
 
-    def fail(proposer: DraftModelProposer) -> bool:
+    def fail(proposer: ProposerCore) -> bool:
         monkeypatch.undo()
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(DraftModelProposer, "has_work", fail)
+    monkeypatch.setattr(ProposerCore, "has_work", fail)
     await client.send(ProposeStep([OpenSession(1, [1, 2])], [Commit(1, 2, [], 4)]))
     with pytest.raises(SpecgwError, match="INTERNAL"):
         await client.receive()

@@ -4,32 +4,37 @@ import pytest
 import torch
 
 from proposer_svc.batching import build_batch
-from proposer_svc.session_table import Session, SessionTable
+from proposer_svc.draft_rows import DraftRows
+from proposer_svc.session_table import Session
 from specgw.engine.kv_cache import KVCache
 
 NUM_SESSIONS = 4
 
 
 @pytest.fixture
-def table() -> SessionTable:
+def sessions() -> list[DraftRows]:
     """Sessions that have two rows to feed each and want a block."""
     kv_cache = KVCache(1, 1, 1, 1024, torch.float32, torch.device("cpu"))
-    table = SessionTable(NUM_SESSIONS)
-    for number in range(NUM_SESSIONS):
-        session = Session("v", number, [1, 2], kv_cache.new_sequence(), 10, prefill_length=0)
-        table.add(session)
-        table.ask(session, 4)
-    return table
+    return [
+        DraftRows(
+            Session("v", number, [1, 2], num_ids=10, num_wanted=4),
+            [1, 2],
+            kv_cache.new_sequence(),
+            num_draftable_ids=10,
+            prefill_length=0,
+        )
+        for number in range(NUM_SESSIONS)
+    ]
 
 
 @pytest.mark.parametrize(
     ("rows", "mask_rows", "batched"), [(8, 0, 4), (8, 3, 1), (10, 3, 2), (20, 3, 4), (4, 3, 0)]
 )
 def test_rows_that_drafting_adds_count_as_well(
-    table: SessionTable, rows: int, mask_rows: int, batched: int
+    sessions: list[DraftRows], rows: int, mask_rows: int, batched: int
 ) -> None:
     """As in vLLM, a session whose extra rows do not fit is skipped."""
-    batch, starved = build_batch(table, rows, mask_rows)
+    batch, starved = build_batch(sessions, 0, rows, mask_rows)
 
     complete = [session for session, count in batch if count == session.num_missing]
     assert len(complete) == batched

@@ -1,0 +1,72 @@
+"""How blocks come about: the interface that each drafting method implements.
+
+`proposer.py` keeps the sessions and speaks with verifiers; a drafter turns contexts into blocks.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from proposer_svc.session_table import Session, SessionTable
+from specgw.types import ModelDescription, UndraftedReason
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """What a drafter made for one session: draft tokens, or the reason for none.
+
+    After `ERROR` the session is dropped; it is opened anew if its verifier asks again.
+    """
+
+    session: Session
+    token_ids: Sequence[int] = ()
+    reason: UndraftedReason | None = None
+
+
+class Drafter(Protocol):
+    """One drafting method. Owns what it keeps for each session; called from one thread.
+
+    Attributes:
+        method: vLLM's name of the method.
+        parallel_drafting: Whether all tokens of a block come from one forward pass.
+        description: The draft model.
+        max_num_batched_tokens: Most input rows of one forward pass.
+        kv_capacity_tokens: Slots of the KV cache.
+    """
+
+    method: str
+    parallel_drafting: bool
+    description: ModelDescription
+    max_num_batched_tokens: int
+    kv_capacity_tokens: int
+
+    @property
+    def kv_used_tokens(self) -> int:
+        """Slots of the KV cache in use, whole blocks counted."""
+
+    def mismatches(self, target: ModelDescription) -> list[str]:
+        """Returns one readable line for each reason why it cannot draft for a target model."""
+
+    def num_context_ids(self, target: ModelDescription) -> int:
+        """Returns how many of the target's leading token ids a context may have."""
+
+    def open(self, session: Session) -> None:
+        """Begins a session with the context that it has."""
+
+    def commit(self, session: Session, token_ids: Sequence[int]) -> None:
+        """Takes note of tokens that the session's context has just been extended by."""
+
+    def room(self, session: Session) -> int:
+        """Returns the most draft tokens that may follow the context now."""
+
+    def stop(self, session: Session) -> None:
+        """Ends work on a session that has no room; it stays open."""
+
+    def close(self, session: Session) -> None:
+        """Frees all that it keeps for a session."""
+
+    def has_work(self) -> bool:
+        """Whether `step` has something to do."""
+
+    def step(self, table: SessionTable) -> Sequence[Draft]:
+        """Runs one batch over all sessions; returns what is ready or failed."""
