@@ -103,6 +103,8 @@ class DraftModelDrafter:
         """
         ready = [one for one, rows in batch if completes(one, rows)]
         logits = self._forward([missing_chunk(one, rows) for one, rows in batch])
+        for one, _ in batch:
+            one.publish()
         drafting = _append_most_probable(ready, logits)
         while drafting:
             last = [SequenceChunk(one.cache, one.draft_token_ids[-1:], 1) for one in drafting]

@@ -63,8 +63,9 @@ class ParallelDrafter(DraftModelDrafter):
     def _draft(self, batch: Sequence[tuple[DraftRows, int]]) -> list[DraftRows]:
         ready = [one for one, rows in batch if completes(one, rows)]
         logits = self._forward([self._masked_chunk(one, rows) for one, rows in batch])
-        for one in ready:
+        for one, _ in batch:
             one.cache.truncate(len(one.token_ids))
+            one.publish()
         if not ready:
             return []
         logits[:, self._mask_token_id] = -torch.inf  # [sum of num_wanted, vocab_size]
