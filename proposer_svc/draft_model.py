@@ -1,4 +1,4 @@
-"""Drafts greedily with a small model, one token of every session per forward pass.
+"""Drafts with a small model, one token of every session per forward pass.
 
 Where contexts become draft tokens. Whose contexts they are, and where blocks go, is `proposer.py`'s
 business.
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from proposer_svc.batching import build_batch
 from proposer_svc.draft_rows import DraftRows
+from proposer_svc.draft_sampling import DraftSampler, DraftToken, row_sampling
 from proposer_svc.drafter import Draft
 from proposer_svc.session_table import Session, SessionTable
 from specgw.engine.model_runner import ModelRunner, SequenceChunk
@@ -29,13 +30,21 @@ class DraftModelDrafter:
     mask_rows = 0  # most rows that a block takes beside the missing ones of its session
 
     def __init__(
-        self, runner: ModelRunner, max_num_batched_tokens: int, tokenizer_size: int | None = None
+        self,
+        runner: ModelRunner,
+        max_num_batched_tokens: int,
+        tokenizer_size: int | None = None,
+        sampler: DraftSampler | None = None,
     ) -> None:
-        """Takes a loaded model; `tokenizer_size` is the number of its ids that mean something."""
+        """Takes a loaded model; `tokenizer_size` is the number of its ids that mean something.
+
+        Without a sampler it drafts greedily.
+        """
         self.description = runner.description
         self.max_num_batched_tokens = max_num_batched_tokens
         self.kv_capacity_tokens = runner.kv_cache.capacity_tokens
         self.num_passes = 0
+        self._sampler = sampler or DraftSampler()
         self._runner = runner
         self._num_own_ids = tokenizer_size or runner.vocab_size
         self._rows: dict[Session, DraftRows] = {}
@@ -92,7 +101,7 @@ class DraftModelDrafter:
             return refusals + [
                 Draft(rows.session, reason=UndraftedReason.ERROR) for rows, _ in batch
             ]
-        return refusals + [_answer(rows) for rows in ready]
+        return refusals + [self._answer(rows) for rows in ready]
 
     def _draft(self, batch: Sequence[tuple[DraftRows, int]]) -> list[DraftRows]:
         """Feeds the given number of missing rows of each session, and drafts where none is left.
@@ -105,20 +114,42 @@ class DraftModelDrafter:
         logits = self._forward([missing_chunk(one, rows) for one, rows in batch])
         for one, _ in batch:
             one.publish()
-        drafting = _append_most_probable(ready, logits)
+        drafting = self._append(ready, logits)
         while drafting:
             last = [SequenceChunk(one.cache, one.draft_token_ids[-1:], 1) for one in drafting]
-            drafting = _append_most_probable(drafting, self._forward(last))
+            drafting = self._append(drafting, self._forward(last))
         return ready
+
+    def _answer(self, rows: DraftRows) -> Draft:
+        token_ids, draft_probs = tuple(rows.draft_token_ids), tuple(rows.draft_probs)
+        if not token_ids:
+            return Draft(rows.session, reason=UndraftedReason.ERROR)
+        rule = self._sampler.rule(has_probs=bool(draft_probs))
+        return Draft(rows.session, token_ids, rule=rule, draft_probs=draft_probs)
+
+    def _append(self, sessions: Sequence[DraftRows], logits: Tensor) -> list[DraftRows]:
+        """Appends a token to each block; returns the sessions that want more."""
+        # logits: those of each session's last row, [num_sessions, vocab_size]
+        if not sessions:
+            return []
+        tokens = self._choose(logits, [(one, len(one.draft_token_ids)) for one in sessions])
+        for one, token in zip(sessions, tokens, strict=True):
+            one.extend_draft([token])
+        return [one for one in sessions if 0 < len(one.draft_token_ids) < one.session.num_wanted]
+
+    def _choose(
+        self,
+        logits: Tensor,  # [num_rows, vocab_size]
+        rows: Sequence[tuple[DraftRows, int]],  # sessions, and draft tokens before the row's
+    ) -> list[DraftToken | None]:
+        """Chooses a draftable token for each row; None where the logits are not numbers."""
+        limits = [one.num_draftable_ids for one, _ in rows]
+        sampling = [row_sampling(one.session, num_drafted) for one, num_drafted in rows]
+        return self._sampler.choose(_without_padding(logits, limits), sampling)
 
     def _forward(self, chunks: Sequence[SequenceChunk]) -> Tensor:
         self.num_passes += 1
         return self._runner.forward(chunks)
-
-
-def _answer(rows: DraftRows) -> Draft:
-    reason = None if rows.draft_token_ids else UndraftedReason.ERROR
-    return Draft(rows.session, tuple(rows.draft_token_ids), reason)
 
 
 def completes(one: DraftRows, rows: int) -> bool:
@@ -131,32 +162,6 @@ def missing_chunk(one: DraftRows, rows: int) -> SequenceChunk:
     start = one.cache.length
     token_ids = one.token_ids[start : start + rows]
     return SequenceChunk(one.cache, token_ids, num_logits=int(completes(one, rows)))
-
-
-def most_probable(logits: Tensor, limits: Sequence[int]) -> list[int | None]:
-    """Returns each row's most probable id below its limit; None where logits are not numbers.
-
-    Args:
-        logits: [num_rows, vocab_size], at least one row.
-        limits: Of each row.
-    """
-    values, token_ids = _without_padding(logits, limits).max(dim=-1)  # both [num_rows]
-    pairs = zip(token_ids.tolist(), values.isfinite().tolist(), strict=True)
-    return [token_id if is_finite else None for token_id, is_finite in pairs]
-
-
-def _append_most_probable(sessions: Sequence[DraftRows], logits: Tensor) -> list[DraftRows]:
-    """Appends the most probable token to each block; returns the sessions that want more."""
-    # logits: those of each session's last row, [num_sessions, vocab_size]
-    if not sessions:
-        return []
-    token_ids = most_probable(logits, [one.num_draftable_ids for one in sessions])
-    for one, token_id in zip(sessions, token_ids, strict=True):
-        if token_id is None:
-            one.draft_token_ids = []
-        else:
-            one.draft_token_ids.append(token_id)
-    return [one for one in sessions if 0 < len(one.draft_token_ids) < one.session.num_wanted]
 
 
 def _without_padding(logits: Tensor, limits: Sequence[int]) -> Tensor:

@@ -3,9 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from proposer_svc.draft_sampling import DraftToken
 from proposer_svc.session_table import Session
 from specgw.engine.block_hashes import BlockHashes
 from specgw.engine.kv_cache import SequenceCache
+from specgw.types import TokenProbs
 
 
 @dataclass(slots=True, eq=False)
@@ -22,6 +24,7 @@ class DraftRows:
     num_draftable_ids: int  # ids from here on must not be drafted
     prefill_length: int  # rows to feed even if no block is asked for
     draft_token_ids: list[int] = field(default_factory=list)
+    draft_probs: list[TokenProbs] = field(default_factory=list)  # of all draft tokens, or of none
     block_hashes: BlockHashes = field(init=False)
 
     def __post_init__(self) -> None:
@@ -50,6 +53,15 @@ class DraftRows:
         length = min(self.cache.length, len(self.token_ids))
         self.cache.publish(self.block_hashes.within(self.token_ids, length))
 
+    def extend_draft(self, tokens: Sequence[DraftToken | None]) -> None:
+        """Appends draft tokens; a missing one makes the whole block unusable: it is dropped."""
+        usable = [token for token in tokens if token is not None]
+        if len(usable) < len(tokens):
+            self.draft_token_ids, self.draft_probs = [], []
+            return
+        self.draft_token_ids += [token.token_id for token in usable]
+        self.draft_probs += [token.probs for token in usable if token.probs is not None]
+
     def keep_agreed(self, committed: Sequence[int]) -> None:
         """Drops the rows of draft tokens that differ from what was appended to `token_ids`."""
         num_agreed = 0
@@ -57,7 +69,7 @@ class DraftRows:
             if drafted != token_id:
                 break
             num_agreed += 1
-        self.draft_token_ids = []
+        self.draft_token_ids, self.draft_probs = [], []
         num_right = len(self.token_ids) - len(committed) + num_agreed
         # The last token is always fed again: the next draft token comes from its logits.
         self.cache.truncate(min(num_right, len(self.token_ids) - 1))
@@ -65,5 +77,5 @@ class DraftRows:
     def forget(self) -> None:
         """Gives the KV cache back; the next block begins with a prefill."""
         self.cache.release()
-        self.draft_token_ids = []
+        self.draft_token_ids, self.draft_probs = [], []
         self.prefill_length = 0

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from proposer_svc.draft_model import DraftModelDrafter
+from proposer_svc.draft_sampling import DraftSampler
 from proposer_svc.drafter import Draft, Drafter
 from proposer_svc.parallel_draft import ParallelDrafter
 from proposer_svc.session_table import Session, SessionTable
@@ -57,8 +58,12 @@ def build_proposer(args: EngineArgs) -> "ProposerCore":
     """
     if args.speculative_config is None:
         raise ConfigError(["speculative_config: a proposer needs one: it names the draft model"])
-    max_sessions = args.specgw.proposer.max_sessions
-    return ProposerCore(_build_drafter(args), args.max_draft_tokens, max_sessions)
+    return ProposerCore(
+        _build_drafter(args),
+        args.max_draft_tokens,
+        args.specgw.proposer.max_sessions,
+        args.speculative_config.draft_sample_method,
+    )
 
 
 def _build_drafter(args: EngineArgs) -> Drafter:
@@ -67,8 +72,9 @@ def _build_drafter(args: EngineArgs) -> Drafter:
     directory = resolve_model(config.model)
     runner = load_model(draft_options(args))
     batched_tokens = args.specgw.proposer.max_num_batched_tokens
+    sampler = DraftSampler(config.draft_sample_method, args.specgw.proposer.max_draft_support)
     if not config.parallel_drafting:
-        return DraftModelDrafter(runner, batched_tokens, tokenizer_size(directory))
+        return DraftModelDrafter(runner, batched_tokens, tokenizer_size(directory), sampler)
     checkpoint = read_config(directory)
     return ParallelDrafter(
         runner,
@@ -77,6 +83,7 @@ def _build_drafter(args: EngineArgs) -> Drafter:
         mask_token_id=resolve_mask_token(config.model, checkpoint, runner.vocab_size),
         max_draft_tokens=args.max_draft_tokens,
         num_trained_tokens=trained_draft_tokens(checkpoint),
+        sampler=sampler,
     )
 
 
@@ -95,7 +102,14 @@ class _Verifier:
 class ProposerCore:
     """Implements `specgw.link.Proposer` with a drafter. The caller's one thread owns it."""
 
-    def __init__(self, drafter: Drafter, max_draft_tokens: int, max_sessions: int) -> None:
+    def __init__(
+        self,
+        drafter: Drafter,
+        max_draft_tokens: int,
+        max_sessions: int,
+        draft_sample_method: str = "",
+    ) -> None:
+        """Takes a drafter; it says how that chooses tokens, if it has a choice."""
         self._drafter = drafter
         self._verifiers: dict[str, _Verifier] = {}
         self._table = SessionTable(max_sessions, drafter.close)
@@ -111,6 +125,7 @@ class ProposerCore:
             kv_lookahead_per_session=kv_lookahead(*slots),
             max_num_batched_tokens=drafter.max_num_batched_tokens,
             kv_capacity_tokens=drafter.kv_capacity_tokens,
+            draft_sample_method=draft_sample_method,
         )
 
     def connect(self, hello: Hello) -> HelloAck:
@@ -180,6 +195,7 @@ class ProposerCore:
         session = Session(
             *(verifier_id, session_id, list(opened.token_ids), verifier.num_ids),
             cache_salt=opened.cache_salt,
+            sampling=opened.sampling,
         )
         self._table.add(session)
         self._drafter.open(session)
@@ -210,5 +226,9 @@ class ProposerCore:
 def _block(draft: Draft, draft_s: float) -> tuple[str, DraftBlock]:
     session = draft.session
     length = len(session.token_ids)
-    block = DraftBlock(session.session_id, length, draft.token_ids, draft.reason, draft_s)
+    block = DraftBlock(
+        *(session.session_id, length, draft.token_ids, draft.reason, draft_s),
+        rule=draft.rule,
+        draft_probs=draft.draft_probs,
+    )
     return session.verifier_id, block

@@ -6,7 +6,7 @@ Holds contexts and what is asked for; knows nothing of drafting.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from specgw.types import UndraftedReason
+from specgw.types import DraftSampling, UndraftedReason
 
 _MAX_REFUSALS = 4096
 _IDLE_TURNS = 2  # a session is idle once others were asked about this often each, and it was not
@@ -21,6 +21,7 @@ class Session:
     token_ids: list[int]
     num_ids: int  # ids from here on are the target's alone
     cache_salt: str = ""
+    sampling: DraftSampling | None = None  # none means greedy
     num_wanted: int = 0  # draft tokens asked for; 0 while no block is
     last_used: int = 0  # when a block was last asked for, by the table's count
 

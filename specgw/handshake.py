@@ -22,6 +22,7 @@ def build_hello(verifier_id: str, target_model: ModelDescription, args: EngineAr
         method=config.method,
         draft_model=config.model if config.has_draft_checkpoint else "",
         extra_slots_per_session=draft_slots(config).extra_rows,
+        draft_sample_method=config.draft_sample_method if config.has_draft_checkpoint else "",
     )
 
 
@@ -52,6 +53,11 @@ def greeting_mismatches(hello: Hello, ack: HelloAck) -> list[str]:
         mismatches.append(
             f"slots: the verifier reckons with {hello.extra_slots_per_session} extra rows per "
             f"session, the proposer with {ack.extra_slots_per_session}"
+        )
+    if len({hello.draft_sample_method, ack.draft_sample_method} - {""}) > 1:
+        mismatches.append(
+            f"draft_sample_method: the verifier is configured with {hello.draft_sample_method}, "
+            f"the proposer with {ack.draft_sample_method}"
         )
     if hello.draft_model and not is_same_model(hello.draft_model, ack.draft_model.name):
         mismatches.append(

@@ -36,7 +36,12 @@ SUPPORTED = (
         "drafts from another vocabulary",
         "draft models with the target's vocabulary",
     ),
-    Supported(f"{_IN}.draft_sample_method", ("greedy",), "{value} drafts", "greedy"),
+    Supported(
+        f"{_IN}.draft_sample_method",
+        ("greedy", "coupled"),
+        "{value} drafts",
+        "greedy and coupled drafts",
+    ),
     Supported(f"{_IN}.rejection_sample_method", ("standard",), "{value} verification", "standard"),
     Supported(
         f"{_IN}.num_speculative_tokens_per_batch_size",

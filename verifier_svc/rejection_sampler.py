@@ -6,25 +6,16 @@ with probability p_i(x_i), and is lossless for any proposer, since y_i never dep
 y_i is drawn with noise keyed by (seed, position), the output does not depend on the drafts at all.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 
-def accept_matching(
-    draft_token_ids: Sequence[int], target_token_ids: Iterator[int]
-) -> tuple[Sequence[int], int]:
-    """Applies the one-hot rule to one block.
+def count_matching(draft_token_ids: Sequence[int], target_token_ids: Sequence[int]) -> int:
+    """Applies the one-hot rule to one block: returns how many draft tokens are accepted.
 
     Args:
         draft_token_ids: The draft tokens x_1..x_K.
-        target_token_ids: Draws y_1..y_K+1 from the target; none is drawn after the first mismatch.
-
-    Returns:
-        The output tokens (accepted, then the recovered or bonus token) and the number accepted.
+        target_token_ids: Draws y_1..y_K+1 from the target. The output tokens are those up to the
+            first that differs from its draft token, or all.
     """
-    output = []
-    for num_accepted, draft in enumerate(draft_token_ids):
-        output.append(next(target_token_ids))
-        if output[-1] != draft:
-            return output, num_accepted
-    output.append(next(target_token_ids))
-    return output, len(draft_token_ids)
+    pairs = zip(draft_token_ids, target_token_ids, strict=False)
+    return next((i for i, (x, y) in enumerate(pairs) if x != y), len(draft_token_ids))

@@ -6,7 +6,13 @@ from dataclasses import dataclass, field
 from specgw.engine.block_hashes import BlockHashes
 from specgw.engine.kv_cache import SequenceCache
 from specgw.errors import InvalidRequest
-from specgw.types import FinishReason, GenerateRequest, SpeculationStats, UndraftedReason
+from specgw.types import (
+    DraftSampling,
+    FinishReason,
+    GenerateRequest,
+    SpeculationStats,
+    UndraftedReason,
+)
 from verifier_svc.logits_processors import RowProcessors
 
 
@@ -79,6 +85,16 @@ class Session:
     def is_decoding(self) -> bool:
         """Whether only the last context token is missing from the cache."""
         return self.num_cached == len(self.context) - 1
+
+    @property
+    def draft_sampling(self) -> DraftSampling | None:
+        """How drafts may be sampled as the output is; None for greedily."""
+        params = self.request.sampling_params
+        if params.is_greedy:
+            return None
+        return DraftSampling(
+            params.temperature, params.top_k, params.top_p, params.min_p, self.seed
+        )
 
     def reuse_rows(self, cache: SequenceCache) -> None:
         """Begins an empty cache with the rows that others have left; the last one is computed."""

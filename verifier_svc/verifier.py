@@ -3,9 +3,11 @@
 Knows nothing of sessions' lives, proposers or clocks: caches and tokens in, output tokens out.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 
+import torch
 from torch import Tensor
 
 from specgw.engine.kv_cache import SequenceCache
@@ -14,7 +16,7 @@ from specgw.engine.sampling import RowSampling, sample
 from specgw.types import GenerateRequest, SamplingParams
 from verifier_svc.custom_processors import CustomLogitsProcessor
 from verifier_svc.logits_processors import RowProcessors, build_processors
-from verifier_svc.rejection_sampler import accept_matching
+from verifier_svc.rejection_sampler import count_matching
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,18 +78,10 @@ class Verifier:
     def verify(self, batch: Sequence[VerifyRows]) -> list[Verified]:
         """Runs one forward pass and leaves exactly the accepted tokens in every cache."""
         logits = self.runner.forward([_chunk(rows) for rows in batch])  # [num_logits, vocab_size]
-        most_probable = logits.argmax(-1).tolist()
-        results = []
-        first = 0
-        for rows in batch:
-            last = first + rows.num_logits
-            if rows.sampling_params.is_greedy and rows.processors is None:
-                draws = iter(most_probable[first:last])
-            else:
-                draws = _draws(rows, logits[first:last])
-            results.append(_accept(rows, draws))
-            first = last
-        return results
+        complete = [rows for rows in batch if rows.is_complete]
+        logits = _processed(logits, complete)
+        draws = iter(sample(logits, [row for rows in complete for row in _sampling(rows)]))
+        return [_accept(rows, list(islice(draws, rows.num_logits))) for rows in batch]
 
 
 def _chunk(rows: VerifyRows) -> SequenceChunk:
@@ -95,30 +89,60 @@ def _chunk(rows: VerifyRows) -> SequenceChunk:
     return SequenceChunk(rows.cache, token_ids, rows.num_logits)
 
 
-def _draws(
-    rows: VerifyRows,
+def _processed(
     logits: Tensor,  # [num_logits, vocab_size]
-) -> Iterator[int]:
-    """Draws the target's token of one row after the other, as far as they are asked for."""
+    complete: Sequence[VerifyRows],
+) -> Tensor:
+    """Returns the logits after every session's processors, float32 if there are any."""
+    if all(rows.processors is None for rows in complete):
+        return logits
+    logits = logits.to(torch.float32, copy=True)
+    first = 0
+    for rows in complete:
+        last = first + rows.num_logits
+        if rows.processors is not None:
+            _process(rows.processors, rows.draft_token_ids, logits[first:last])
+        first = last
+    return logits
+
+
+def _process(
+    processors: RowProcessors,
+    draft_token_ids: Sequence[int],
+    logits: Tensor,  # [num_logits, vocab_size], changed in place
+) -> None:
+    """Applies a session's processors, down to a draft token that they forbid.
+
+    It will be rejected, whatever the rule, so that no row after it counts.
+    """
+    processed = processors.rows(logits, draft_token_ids)
+    for offset, row in enumerate(processed):
+        logits[offset] = row
+        if offset < len(draft_token_ids) and row[draft_token_ids[offset]] == -torch.inf:
+            return
+
+
+def _sampling(rows: VerifyRows) -> list[RowSampling]:
+    """Returns how the target's token of each row is chosen."""
     params = rows.sampling_params
-    processed = iter(logits)
-    if rows.processors is not None:
-        processed = rows.processors.rows(logits, rows.draft_token_ids)
-    for offset, row_logits in enumerate(processed):
-        row = RowSampling(
+    return [
+        RowSampling(
             temperature=params.temperature,
             top_p=params.top_p,
             top_k=params.top_k,
+            min_p=params.min_p,
             seed=rows.seed,
             position=rows.context_length + offset,
         )
-        yield sample(row_logits.unsqueeze(0), [row])[0]
+        for offset in range(rows.num_logits)
+    ]
 
 
-def _accept(rows: VerifyRows, draws: Iterator[int]) -> Verified:
+def _accept(rows: VerifyRows, draws: Sequence[int]) -> Verified:
     if not rows.is_complete:
         return Verified((), 0)
-    output, num_accepted = accept_matching(rows.draft_token_ids, draws)
+    num_accepted = count_matching(rows.draft_token_ids, draws)
+    output = draws[: num_accepted + 1]
     rows.cache.truncate(rows.context_length + num_accepted)
     if rows.processors is not None:
         rows.processors.commit(output)

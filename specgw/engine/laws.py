@@ -59,6 +59,20 @@ class Laws:
         """Returns the probability of every id, float32 [num_rows, vocab_size]."""
         return self._kept().softmax(dim=1)
 
+    def largest(self, count: int) -> tuple[Tensor, Tensor]:
+        """Returns each row's most probable ids, and their probabilities among themselves.
+
+        Ids int64, probabilities float32, both [num_rows, at most count]; 0 for ids not kept.
+        """
+        num_blocks = min(count, self.maxima.shape[1])
+        blocks = self.maxima.topk(num_blocks, dim=1).indices.flatten()
+        rows = torch.arange(len(self.logits), device=blocks.device).repeat_interleave(num_blocks)
+        logits, ids = (
+            one.view(len(self.logits), -1) for one in _block_logits(self.logits, rows, blocks)
+        )
+        logits, at = logits.float().topk(min(count, self.logits.shape[1]), dim=1)
+        return ids.gather(1, at), self._scaled(logits).softmax(dim=1).float()
+
     def log_normalizers(self) -> Tensor:
         """Returns log sum exp(logits / temperature) over the ids kept, float64 [num_rows]."""
         return self._kept().logsumexp(dim=1).double()
@@ -78,9 +92,12 @@ class Laws:
         is_kept = logits.isfinite() & (logits >= self.floors[rows])
         return rows[is_kept], ids.gather(1, at.unsqueeze(1)).squeeze(1)[is_kept]
 
-    def _contenders(self, log_minima: Tensor, reached: Tensor) -> tuple[Tensor, Tensor]:
+    def _contenders(
+        self,
+        log_minima: Tensor,  # [num_rows, num_blocks]
+        reached: Tensor,  # [num_rows]
+    ) -> tuple[Tensor, Tensor]:
         """Returns rows and ids of the tokens that could reach a score. Broken rows have none."""
-        # log_minima: [num_rows, num_blocks]; reached: [num_rows]
         reached = reached.masked_fill(~self.maxima.amax(dim=1).isfinite(), torch.inf)
         bounds = self._scaled(self.maxima) - log_minima
         rows, blocks = (bounds >= reached.unsqueeze(1)).nonzero(as_tuple=True)
@@ -106,7 +123,8 @@ class Laws:
 def block_maxima(logits: Tensor) -> Tensor:
     """Returns the largest logit of each `NOISE_BLOCK` ids, [num_rows, num_blocks]."""
     whole = logits.shape[1] // NOISE_BLOCK * NOISE_BLOCK
-    maxima = logits[:, :whole].unflatten(1, (-1, NOISE_BLOCK)).amax(dim=2)
+    blocks = logits[:, :whole].reshape(len(logits), whole // NOISE_BLOCK, NOISE_BLOCK)
+    maxima = blocks.amax(dim=2)
     if whole == logits.shape[1]:
         return maxima
     return torch.cat((maxima, logits[:, whole:].amax(dim=1, keepdim=True)), dim=1)
@@ -126,12 +144,15 @@ def first_maximum(
 
 
 def _block_logits(logits: Tensor, rows: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the logits and the ids of some rows' blocks; at the end the last id is repeated."""
+    """Returns the logits and the ids of some rows' blocks; -inf beyond the vocabulary."""
     # rows, blocks: [num_blocks]; both results: [num_blocks, NOISE_BLOCK]
     vocab_size = logits.shape[1]
     ids = torch.arange(min(NOISE_BLOCK, vocab_size), device=logits.device)
-    ids = (blocks.unsqueeze(1) * NOISE_BLOCK + ids).clamp_(max=vocab_size - 1)
-    return logits[rows.unsqueeze(1), ids], ids
+    ids = blocks.unsqueeze(1) * NOISE_BLOCK + ids
+    if vocab_size % NOISE_BLOCK == 0 or vocab_size < NOISE_BLOCK:
+        return logits[rows.unsqueeze(1), ids], ids
+    values = logits[rows.unsqueeze(1), ids.clamp(max=vocab_size - 1)]
+    return values.masked_fill_(ids >= vocab_size, -torch.inf), ids
 
 
 def _largest(scores: Tensor, rows: Tensor, num_rows: int) -> Tensor:

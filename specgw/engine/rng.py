@@ -81,7 +81,10 @@ def uniforms(keys: Keys) -> Tensor:
 
 
 def block_minima(keys: Keys, num_blocks: int) -> tuple[Tensor, Tensor]:
-    """Returns the least noise of each block, float64, and its place in it; [num_rows, num_blocks]."""
+    """Returns the least noise of each block, float64, and its place in the block, int64.
+
+    Both are [num_rows, num_blocks].
+    """
     blocks = torch.arange(num_blocks, device=keys.seeds.device)
     first, second, third, _ = _words(keys, blocks, _BLOCK)
     return -_unit(first, second).log() / NOISE_BLOCK, third % NOISE_BLOCK
