@@ -27,6 +27,28 @@ def target(single_thread: None) -> ModelRunner:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(
+    not cpu_kernels.is_usable(torch.empty(0, dtype=torch.bfloat16)),
+    reason="only the compiled operators compute a row alike whatever is beside it",
+)
+@pytest.mark.parametrize("num_draft_tokens", [1, 4, 8])
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_answers_equal_those_of_plain_decoding_to_the_bit(
+    num_draft_tokens: int, temperature: float, target: ModelRunner
+) -> None:
+    """Also those of one prompt alone and of many together."""
+    draft = load_model(ModelOptions("tiny/draft", dtype="bfloat16"))
+    proposer = ProposerCore(DraftModelDrafter(draft, 512), num_draft_tokens, max_sessions=64)
+    params = replace(PARAMS, temperature=temperature, seed=1)
+    plain = [InlineVerifier(target).generate([prompt], params)[0] for prompt in PROMPTS]
+
+    verifier = InlineVerifier(target, [InProcessLink(proposer)], max_draft_tokens=num_draft_tokens)
+    answers = verifier.generate(PROMPTS, params)
+
+    assert [one.token_ids for one in answers] == [one.token_ids for one in plain]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("num_draft_tokens", [1, 4, 8])
 def test_every_token_is_the_targets_choice(num_draft_tokens: int, target: ModelRunner) -> None:
     draft = load_model(ModelOptions("tiny/draft", dtype="bfloat16"))
