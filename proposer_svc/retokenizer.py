@@ -18,15 +18,17 @@ class Retokenizer:
     """The tokens of all text committed so far.
 
     Attributes:
+        mapping: Between the target's tokenizer and the draft model's.
         token_ids: The draft model's tokens. One list, changed in place.
+        num_settled: Leading tokens that stay, whatever is committed.
         num_encoded_bytes: How much was tokenized up to now, the same bytes again included.
     """
 
     def __init__(self, mapping: VocabMapping) -> None:
         self.token_ids: list[int] = list(mapping.draft.leading_ids)
         self.num_encoded_bytes = 0
-        self._mapping = mapping
-        self._num_settled = len(self.token_ids)
+        self.mapping = mapping
+        self.num_settled = len(self.token_ids)
         self._open = bytearray()  # the text of all later tokens
         self._is_beginning = True  # no text is settled
 
@@ -36,8 +38,8 @@ class Retokenizer:
         Returns:
             How many leading ids stay what they were, and the ids that were there after those.
         """
-        start, replaced = self._num_settled, self.token_ids[self._num_settled :]
-        target, markers = self._mapping.target, self._mapping.markers
+        start, replaced = self.num_settled, self.token_ids[self.num_settled :]
+        target, markers = self.mapping.target, self.mapping.markers
         for token_id in committed:
             if token_id in markers:
                 self._append_marker(markers[token_id])
@@ -45,11 +47,11 @@ class Retokenizer:
                 self._open += target.text_of(token_id)
         tokens = self._encode_open()
         if num_settled := _num_settled(tokens, len(self._open)):
-            self._settle(self._num_settled + num_settled, tokens.offsets[num_settled])
+            self._settle(self.num_settled + num_settled, tokens.offsets[num_settled])
         return start, replaced
 
     def _append_marker(self, marker: int) -> None:
-        is_there = marker in self._mapping.draft.leading_ids and self._is_beginning
+        is_there = marker in self.mapping.draft.leading_ids and self._is_beginning
         if is_there and not self._open:
             return  # the tokenizer's own BOS
         self._encode_open()
@@ -58,17 +60,17 @@ class Retokenizer:
 
     def _encode_open(self) -> Tokens:
         """Replaces the tokens that are not settled."""
-        draft = self._mapping.draft
+        draft = self.mapping.draft
         if self._is_beginning and self._open:
             self._open[:0] = draft.space_before(bytes(self._open))
             self._is_beginning = False
         self.num_encoded_bytes += len(self._open)
         tokens = draft.encode(bytes(self._open))
-        self.token_ids[self._num_settled :] = tokens.ids
+        self.token_ids[self.num_settled :] = tokens.ids
         return tokens
 
     def _settle(self, num_tokens: int, num_bytes: int) -> None:
-        self._num_settled = num_tokens
+        self.num_settled = num_tokens
         del self._open[:num_bytes]
 
 

@@ -17,6 +17,7 @@ from specgw.spelling import Spelling, load_spelling
 MIN_COVERAGE = 0.1
 """Least share of the draft's text that the common tokens must make up, as `Coverage.weighted`."""
 
+_KEY = "speculative_config.heterogeneous_vocab_method"
 _NOTHING = -1
 _PAIRED_ROLES = ("eos", "bos")
 
@@ -124,3 +125,16 @@ def _pair_markers(target: Spelling, draft: Spelling) -> dict[int, int]:
             if ours not in paired and theirs not in paired.values():
                 paired[ours] = theirs
     return paired
+
+
+def coverage_problems(coverage: Coverage, method: str) -> list[str]:
+    """Returns why vocabularies have too little in common for a `heterogeneous_vocab_method`."""
+    if not coverage.num_common:
+        return [f"{_KEY}: the two vocabularies have no token in common, not even a byte"]
+    if method == "token" and coverage.weighted < MIN_COVERAGE:
+        return [
+            f"{_KEY}: token drafts what is a token of both models: {coverage.num_common} tokens, "
+            f"about {coverage.weighted:.1%} of what the draft writes; it needs {MIN_COVERAGE:.0%}; "
+            "string needs less"
+        ]
+    return []
