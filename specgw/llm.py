@@ -93,6 +93,7 @@ class LLM:
                 args.max_num_batched_tokens,
                 max_waiting_requests=2**31 - 1,
                 max_draft_tokens=args.max_draft_tokens,
+                max_prefill_tokens_beside_decodes=args.max_num_batched_tokens,  # nobody watches
             ),
             self._deliver,
         )

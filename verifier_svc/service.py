@@ -74,6 +74,7 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
                 args.max_num_batched_tokens,
                 settings.max_waiting_requests,
                 args.max_draft_tokens,
+                settings.max_prefill_tokens_beside_decodes,
             ),
             self._deliver,
             metrics.observe_step,
