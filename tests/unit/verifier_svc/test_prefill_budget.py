@@ -1,4 +1,6 @@
-"""A long prompt beside sessions that decode: counted in rows, timed by a clock of the test's own."""
+"""A long prompt beside sessions that decode: counted in rows, timed by the test's own clock."""
+
+import itertools
 
 import pytest
 
@@ -57,7 +59,7 @@ def test_a_running_session_gets_a_token_in_every_step_of_a_long_prefill() -> Non
         verifier.step()
         steps.append(machine.now)
 
-    longest = max(after - before for before, after in zip(steps, steps[1:], strict=False))
+    longest = max(after - before for before, after in itertools.pairwise(steps))
     assert len(verifier.answers[running].token_ids) - before == len(steps) - 1
     assert longest <= 3.3 * 0.043
     prefill_s = machine.now - began
