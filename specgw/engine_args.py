@@ -150,6 +150,8 @@ class EngineArgs(Ruled):
     """Most requests in one step of the verifier."""
     max_num_batched_tokens: PositiveInt = 2048
     """Most input rows in one step of the verifier: longer prompts are prefilled in chunks."""
+    max_logprobs: Annotated[int, Field(ge=-1)] = 20
+    """Most log probabilities for one token that a request may ask for; -1 allows any number."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
     """Share of a GPU's memory for weights and KV cache."""
     tensor_parallel_size: PositiveInt = 1

@@ -267,6 +267,7 @@ class Scheduler:
             sampling_params=session.request.sampling_params,
             seed=session.seed,
             processors=session.processors,
+            scored_token_ids=session.tokens_to_score(first + len(missing)),
         )
 
     def _preempt(self, session: Session) -> None:
@@ -310,6 +311,7 @@ class Scheduler:
         self, batch: Sequence[tuple[Session, VerifyRows]], verified: Sequence[Verified] | None
     ) -> None:
         for (session, rows), result in zip(batch, verified or (), strict=False):
+            session.prompt_logprobs.extend(result.prompt_logprobs)
             if rows.is_complete:
                 self._commit_session(session, rows, result)
 
@@ -323,6 +325,8 @@ class Scheduler:
             stop_token_id=stop_token_id,
             seed=None if session.has_started else session.seed,
             speculation=session.speculation.copy(),
+            logprobs=tuple(result.logprobs[: len(kept)]),
+            prompt_logprobs=() if session.has_started else tuple(session.prompt_logprobs),
         )
         session.has_started = True
         self._outputs.append((session.session_id, output))

@@ -5,7 +5,13 @@ from dataclasses import dataclass, field
 
 from specgw.engine.kv_cache import SequenceCache
 from specgw.errors import InvalidRequest
-from specgw.types import FinishReason, GenerateRequest, SpeculationStats, UndraftedReason
+from specgw.types import (
+    FinishReason,
+    GenerateRequest,
+    SpeculationStats,
+    TokenLogprobs,
+    UndraftedReason,
+)
 from verifier_svc.logits_processors import RowProcessors
 
 
@@ -57,6 +63,7 @@ class Session:
     stop_token_ids: frozenset[int]
     context: list[int]
     processors: RowProcessors | None = None
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     cache: SequenceCache | None = None
     draft: DraftState = field(default_factory=DraftState)
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
@@ -76,6 +83,17 @@ class Session:
     def is_decoding(self) -> bool:
         """Whether only the last context token is missing from the cache."""
         return self.num_cached == len(self.context) - 1
+
+    def tokens_to_score(self, num_cached: int) -> Sequence[int]:
+        """Returns the prompt tokens to compute log probabilities for, if asked for.
+
+        They are those that the first `num_cached` context tokens predict, less those scored before.
+        An earlier attempt at the request has delivered them already.
+        """
+        request = self.request
+        if request.sampling_params.prompt_logprobs is None or request.output_token_ids:
+            return ()
+        return request.prompt_token_ids[1 + len(self.prompt_logprobs) : 1 + num_cached]
 
     def draft_room(self) -> int:
         """Draft tokens that can still be of use: the round adds one token of its own."""
@@ -130,7 +148,11 @@ def open_session(
 
 
 def check_request(
-    request: GenerateRequest, max_model_len: int, vocab_size: int, proposers: Sequence[str]
+    request: GenerateRequest,
+    max_model_len: int,
+    vocab_size: int,
+    proposers: Sequence[str],
+    max_logprobs: int,
 ) -> None:
     """Refuses a request that can never be served, before any work.
 
@@ -138,6 +160,7 @@ def check_request(
         InvalidRequest: naming the field and its value.
     """
     params = request.sampling_params
+    params.check_logprobs(max_logprobs)
     context_length = len(request.prompt_token_ids) + len(request.output_token_ids)
     if not request.prompt_token_ids:
         raise InvalidRequest("prompt_token_ids", [], "must have at least one token")

@@ -111,6 +111,8 @@ class GenerateResponse(_message.Message):
     STOP_TOKEN_ID_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
     SPECULATION_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     finish_reason: Global___FinishReason.ValueType
     """Why generation ended. UNSPECIFIED in every response but the last."""
     stop_token_id: _builtins.int
@@ -125,6 +127,14 @@ class GenerateResponse(_message.Message):
     def speculation(self) -> _types_pb2.SpeculationStats:
         """What became of the draft tokens, counted from the start of this call."""
 
+    @_builtins.property
+    def logprobs(self) -> _types_pb2.TokenLogprobs:
+        """Of `token_ids`, if asked for."""
+
+    @_builtins.property
+    def prompt_logprobs(self) -> _types_pb2.TokenLogprobs:
+        """Of the prompt's tokens but the first, if asked for. Set in the first response of a first attempt."""
+
     def __init__(
         self,
         *,
@@ -133,10 +143,12 @@ class GenerateResponse(_message.Message):
         stop_token_id: _builtins.int | None = ...,
         seed: _builtins.int | None = ...,
         speculation: _types_pb2.SpeculationStats | None = ...,
+        logprobs: _types_pb2.TokenLogprobs | None = ...,
+        prompt_logprobs: _types_pb2.TokenLogprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "_stop_token_id", b"_stop_token_id", "seed", b"seed", "speculation", b"speculation", "stop_token_id", b"stop_token_id", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "_stop_token_id", b"_stop_token_id", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "seed", b"seed", "speculation", b"speculation", "stop_token_id", b"stop_token_id", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "_stop_token_id", b"_stop_token_id", "finish_reason", b"finish_reason", "seed", b"seed", "speculation", b"speculation", "stop_token_id", b"stop_token_id", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "_stop_token_id", b"_stop_token_id", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "seed", b"seed", "speculation", b"speculation", "stop_token_id", b"stop_token_id", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
     _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
