@@ -60,6 +60,7 @@ class RequestBuilder:
         *,
         max_draft_tokens: int | None = None,
         default_max_tokens: int | None = None,
+        cache_salt: str = "",
         names: FieldNames = FieldNames(),
     ) -> GenerateRequest:
         """Returns the request with its seed and its number of output tokens.
@@ -92,7 +93,11 @@ class RequestBuilder:
         if params.seed is None:  # drawn here, so that another verifier can go on with it
             params = replace(params, seed=self._seeds.getrandbits(63))
         return GenerateRequest(
-            request_id, prompt_token_ids, params, max_draft_tokens=max_draft_tokens
+            request_id,
+            prompt_token_ids,
+            params,
+            max_draft_tokens=max_draft_tokens,
+            cache_salt=cache_salt,
         )
 
     def _room(self, num_prompt_tokens: int, names: FieldNames) -> int:

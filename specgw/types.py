@@ -271,6 +271,7 @@ class OpenSession:
 
     session_id: int
     token_ids: Sequence[int]
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,7 +348,7 @@ class SpeculationStats:
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """One request to a verifier."""
+    """One request to a verifier. It shares cached prefixes with requests of the same salt only."""
 
     request_id: str
     prompt_token_ids: Sequence[int]
@@ -355,6 +356,7 @@ class GenerateRequest:
     output_token_ids: Sequence[int] = ()
     proposer_address: str = ""
     max_draft_tokens: int | None = None
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -378,6 +380,7 @@ class GenerateOutput:
 
     `logprobs` has one entry for each token, `prompt_logprobs` of the first output one for each
     prompt token but the first; both are empty unless asked for.
+    The first has the seed and, with prefix caching, how many tokens were in the cache already.
     """
 
     token_ids: Sequence[int]
@@ -387,3 +390,4 @@ class GenerateOutput:
     speculation: SpeculationStats | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    cached_token_count: int | None = None

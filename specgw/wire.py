@@ -382,7 +382,9 @@ def propose_step_to_pb(step: ProposeStep) -> proposer_pb2.ProposeStep:
     return proposer_pb2.ProposeStep(
         open=[
             proposer_pb2.OpenSession(
-                session_id=one.session_id, token_ids=token_ids_to_pb(one.token_ids)
+                session_id=one.session_id,
+                token_ids=token_ids_to_pb(one.token_ids),
+                cache_salt=one.cache_salt,
             )
             for one in step.open
         ],
@@ -402,7 +404,8 @@ def propose_step_to_pb(step: ProposeStep) -> proposer_pb2.ProposeStep:
 def _open_session_from_pb(pb: proposer_pb2.OpenSession, field: str) -> OpenSession:
     _require_at_least(1, pb.session_id, f"{field}.session_id")
     _require_at_least(1, pb.token_ids.count, f"{field}.token_ids.count")
-    return OpenSession(pb.session_id, token_ids_from_pb(pb.token_ids, f"{field}.token_ids"))
+    token_ids = token_ids_from_pb(pb.token_ids, f"{field}.token_ids")
+    return OpenSession(pb.session_id, token_ids, pb.cache_salt)
 
 
 def _commit_from_pb(pb: proposer_pb2.Commit, field: str) -> Commit:
@@ -469,6 +472,7 @@ def generate_request_from_pb(pb: verifier_pb2.GenerateRequest) -> GenerateReques
         output_token_ids=token_ids_from_pb(pb.output_token_ids, "output_token_ids"),
         proposer_address=pb.proposer_address,
         max_draft_tokens=pb.max_draft_tokens if pb.HasField("max_draft_tokens") else None,
+        cache_salt=pb.cache_salt,
     )
 
 
@@ -480,6 +484,7 @@ def generate_request_to_pb(request: GenerateRequest) -> verifier_pb2.GenerateReq
         sampling_params=sampling_params_to_pb(request.sampling_params),
         proposer_address=request.proposer_address,
         max_draft_tokens=request.max_draft_tokens,
+        cache_salt=request.cache_salt,
     )
 
 
@@ -498,6 +503,7 @@ def generate_output_from_pb(pb: verifier_pb2.GenerateResponse) -> GenerateOutput
         ),
         logprobs=token_logprobs_from_pb(pb.logprobs, "logprobs"),
         prompt_logprobs=token_logprobs_from_pb(pb.prompt_logprobs, "prompt_logprobs"),
+        cached_token_count=pb.cached_token_count if pb.HasField("cached_token_count") else None,
     )
 
 
@@ -511,6 +517,7 @@ def generate_output_to_pb(output: GenerateOutput) -> verifier_pb2.GenerateRespon
         speculation=speculation_stats_to_pb(output.speculation) if output.speculation else None,
         logprobs=token_logprobs_to_pb(output.logprobs),
         prompt_logprobs=token_logprobs_to_pb(output.prompt_logprobs),
+        cached_token_count=output.cached_token_count,
     )
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from specgw.engine.block_hashes import BlockHashes
 from specgw.engine.kv_cache import SequenceCache
 from specgw.errors import InvalidRequest
 from specgw.types import (
@@ -62,11 +63,13 @@ class Session:
     length_limit: int  # The context may not grow longer than this many tokens.
     stop_token_ids: frozenset[int]
     context: list[int]
+    block_hashes: BlockHashes
     processors: RowProcessors | None = None
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     cache: SequenceCache | None = None
     draft: DraftState = field(default_factory=DraftState)
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
+    num_reused: int | None = None  # rows it began with; none before, and without a prefix cache
     has_started: bool = False
 
     @property
@@ -94,6 +97,22 @@ class Session:
         if request.sampling_params.prompt_logprobs is None or request.output_token_ids:
             return ()
         return request.prompt_token_ids[1 + len(self.prompt_logprobs) : 1 + num_cached]
+
+    def reuse_rows(self, cache: SequenceCache) -> None:
+        """Begins an empty cache with the rows that others have left.
+
+        Rows whose logits are needed are computed: the last one, and those that score the prompt.
+        """
+        length = len(self.context) - 1
+        if self.tokens_to_score(length):
+            length = len(self.prompt_logprobs)
+        cache.adopt(self.block_hashes.within(self.context, length))
+
+    def publish_rows(self) -> None:
+        """Lets others use the rows of the context. There must be none of draft tokens."""
+        if self.cache is not None:
+            length = min(self.cache.length, len(self.context))
+            self.cache.publish(self.block_hashes.within(self.context, length))
 
     def draft_room(self) -> int:
         """Draft tokens that can still be of use: the round adds one token of its own."""
@@ -143,6 +162,7 @@ def open_session(
             (*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids))
         ),
         context=[*request.prompt_token_ids, *request.output_token_ids],
+        block_hashes=BlockHashes(request.cache_salt),
         processors=processors,
     )
 

@@ -105,6 +105,19 @@ def test_prompts_are_scored_in_chunks_of_any_size(
         assert_logprobs(answer.prompt_logprobs, prompt[1:], expected, count)
 
 
+def test_a_prompt_that_is_cached_is_scored_all_the_same(random_runner: ModelRunner) -> None:
+    prompt = [(13 * i) % VOCAB_SIZE for i in range(50)]
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    verifier = InlineVerifier(random_runner)
+    verifier.generate([prompt], params)
+    assert random_runner.kv_cache.has_prefix_cache
+
+    [answer] = verifier.generate([prompt], replace(params, prompt_logprobs=1))
+
+    expected = expected_logprobs(random_runner, prompt)
+    assert_logprobs(answer.prompt_logprobs, prompt[1:], expected, 1)
+
+
 def test_a_preempted_prompt_is_scored_once(random_runner: ModelRunner) -> None:
     prompt = PROMPTS[3]
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, prompt_logprobs=1)

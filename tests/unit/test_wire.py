@@ -56,7 +56,7 @@ verifier_infos = st.builds(
 )
 steps = st.builds(
     ProposeStep,
-    open=st.lists(st.builds(OpenSession, session_ids, some_token_ids), max_size=3),
+    open=st.lists(st.builds(OpenSession, session_ids, some_token_ids, texts), max_size=3),
     commit=st.lists(st.builds(Commit, session_ids, counts, token_ids, counts), max_size=3),
     close=st.lists(session_ids, max_size=3),
 )
@@ -101,6 +101,7 @@ generate_requests = st.builds(
     output_token_ids=token_ids,
     proposer_address=texts,
     max_draft_tokens=st.none() | int32s,
+    cache_salt=texts,
 )
 finite = st.floats(-1e9, 0, width=32)
 
@@ -127,6 +128,7 @@ generate_outputs = st.builds(
     speculation=st.none() | stats,
     logprobs=logprobs(),
     prompt_logprobs=logprobs(),
+    cached_token_count=st.none() | counts,
 )
 
 
