@@ -378,9 +378,9 @@ class TokenLogprobs:
 class GenerateOutput:
     """Output tokens committed in one step; the last one of a request has a finish reason.
 
-    `logprobs` has one entry for each token, `prompt_logprobs` of the first output one for each
-    prompt token but the first; both are empty unless asked for.
     The first has the seed and, with prefix caching, how many tokens were in the cache already.
+    If they were asked for, `logprobs` has an entry for each token, and `prompt_logprobs` of the
+    first output one for each token of the prompt but the first.
     """
 
     token_ids: Sequence[int]
@@ -388,6 +388,6 @@ class GenerateOutput:
     stop_token_id: int | None = None
     seed: int | None = None
     speculation: SpeculationStats | None = None
+    cached_token_count: int | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    cached_token_count: int | None = None
