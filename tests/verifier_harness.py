@@ -14,6 +14,7 @@ from specgw.types import (
     Hello,
     SamplingParams,
     SpeculationStats,
+    TokenLogprobs,
 )
 from verifier_svc.custom_processors import CustomLogitsProcessor
 from verifier_svc.drafting import Drafting
@@ -34,6 +35,8 @@ class Answer:
     seed: int | None = None
     speculation: SpeculationStats | None = None
     error: SpecgwError | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     @property
     def is_done(self) -> bool:
@@ -133,6 +136,8 @@ class InlineVerifier:
             answer.stop_token_id = output.stop_token_id
             answer.seed = answer.seed if output.seed is None else output.seed
             answer.speculation = output.speculation
+            answer.logprobs += output.logprobs
+            answer.prompt_logprobs += output.prompt_logprobs
 
 
 def plain_answers(

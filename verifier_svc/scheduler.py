@@ -291,6 +291,7 @@ class Scheduler:
             sampling_params=session.request.sampling_params,
             seed=session.seed,
             processors=session.processors,
+            scored_token_ids=session.tokens_to_score(first + len(missing)),
         )
 
     def _preempt(self, session: Session) -> None:
@@ -336,6 +337,7 @@ class Scheduler:
         self, batch: Sequence[tuple[Session, VerifyRows]], verified: Sequence[Verified] | None
     ) -> None:
         for (session, rows), result in zip(batch, verified or (), strict=False):
+            session.prompt_logprobs.extend(result.prompt_logprobs)
             if rows.is_complete:
                 self._commit_session(session, rows, result)
             else:
@@ -352,6 +354,8 @@ class Scheduler:
             stop_token_id=stop_token_id,
             seed=None if session.has_started else session.seed,
             speculation=session.speculation.copy(),
+            logprobs=tuple(result.logprobs[: len(kept)]),
+            prompt_logprobs=() if session.has_started else tuple(session.prompt_logprobs),
             cached_token_count=None if session.has_started else session.num_reused,
         )
         session.has_started = True

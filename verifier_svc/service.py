@@ -119,6 +119,7 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
             self._runner.max_model_len,
             self._runner.vocab_size,
             [link.address for link in self._links],
+            self._args.max_logprobs,
         )
         seed = generate_request.sampling_params.seed
         if seed is None:
