@@ -26,7 +26,7 @@ def test_every_method_is_lossless(tmp_path: Path) -> None:
         "--json",
     ]
 
-    result = CliRunner().invoke(main, [*arguments, str(file)])
+    result = CliRunner().invoke(main, [*arguments.split(), str(file)])
 
     assert result.exit_code == 0, result.output
     rows = {row["method"]: row for row in json.loads(file.read_text())}
