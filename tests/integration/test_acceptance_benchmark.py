@@ -14,19 +14,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("single_thread")]
 
 def test_every_method_is_lossless(tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
-    arguments = [
-        "--num-prompts",
-        "2",
-        "--max-tokens",
-        "16",
-        "--draft-tokens",
-        "4",
-        "--batch",
-        "2",
-        "--json",
-    ]
+    options = {"--num-prompts": 2, "--max-tokens": 16, "--draft-tokens": 4, "--batch": 2}
+    arguments = [f"{name}={value}" for name, value in (options | {"--json": file}).items()]
 
-    result = CliRunner().invoke(main, [*arguments.split(), str(file)])
+    result = CliRunner().invoke(main, arguments)
 
     assert result.exit_code == 0, result.output
     rows = {row["method"]: row for row in json.loads(file.read_text())}
