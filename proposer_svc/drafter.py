@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from proposer_svc.session_table import Session, SessionTable
-from specgw.types import ModelDescription, UndraftedReason
+from specgw.types import ModelDescription, UndraftedReason, VocabMappingSummary
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +32,7 @@ class Drafter(Protocol):
         description: The draft model.
         max_num_batched_tokens: Most input rows of one forward pass.
         kv_capacity_tokens: Slots of the KV cache.
+        num_passes: Forward passes of the draft model since it was loaded.
     """
 
     method: str
@@ -39,6 +40,11 @@ class Drafter(Protocol):
     description: ModelDescription
     max_num_batched_tokens: int
     kv_capacity_tokens: int
+    num_passes: int
+
+    @property
+    def vocab_mapping(self) -> VocabMappingSummary | None:
+        """How the draft model's vocabulary is mapped; None if it is the target's."""
 
     @property
     def kv_used_tokens(self) -> int:

@@ -15,10 +15,14 @@ from specgw.errors import ConfigError
 from specgw.method_detection import num_predicted_tokens
 from specgw.model_files import is_on_hub, read_config, resolve_model, weight_files
 from specgw.vocab import VocabKinship, VocabRelation, relate_vocabs
+from specgw.vocab_mapping import VocabMapping, coverage_problems, load_mapping
 
 MASK_TOKEN_FIELDS = ("dflash_config.mask_token_id", "mask_token_id", "dspark_noise_token_id",
                      "pard_token", "ptd_token_id")  # fmt: skip
 """Where a draft's `config.json` may name its mask token; the first one found counts."""
+
+TRAINED_TOKENS_FIELD = "pard_num_tokens"
+"""Where `tools/pard_adapt.py` writes how many tokens a pass a PARD draft was trained for."""
 
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "seq_length")
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -124,6 +128,24 @@ class ModelPair:
             self.draft.vocab_size,
         )
 
+    @cached_property
+    def vocab_mapping(self) -> VocabMapping | None:
+        """How another vocabulary is mapped; None if the draft has the target's.
+
+        Raises:
+            ConfigError: if it cannot be.
+        """
+        if self.draft is None or self.drafting is None or not self.drafting.use_heterogeneous_vocab:
+            return None
+        if self.vocab_relation is not None and self.vocab_relation.has_same_tokens:
+            return None
+        return load_mapping(
+            resolve_model(self.args.tokenizer_path, with_weights=False),
+            self.target.vocab_size,
+            self.draft.directory,
+            self.draft.vocab_size,
+        )
+
 
 def read_models(args: EngineArgs) -> ModelPair:
     """Finds both models' files.
@@ -146,6 +168,19 @@ def check_models(pair: ModelPair) -> list[str]:
     return [problem for check in _CHECKS for problem in check(pair)]
 
 
+def notice_models(pair: ModelPair) -> list[str]:
+    """Returns one message for each thing that is allowed and not what was asked for."""
+    if pair.draft is None or pair.drafting is None or not pair.drafting.parallel_drafting:
+        return []
+    trained, wanted = pair.draft.config.get(TRAINED_TOKENS_FIELD), pair.args.max_draft_tokens
+    if not isinstance(trained, int) or trained >= wanted:
+        return []
+    return [
+        f"speculative_config.num_speculative_tokens: {pair.draft.name} was trained for {trained} "
+        f"tokens a pass ({TRAINED_TOKENS_FIELD}): drafts of {wanted} are cut to that"
+    ]
+
+
 def mask_token(config: Mapping[str, Any]) -> tuple[str, object] | None:
     """Returns the field of a draft's `config.json` that names the mask token, and its value."""
     for field in MASK_TOKEN_FIELDS:
@@ -155,6 +190,46 @@ def mask_token(config: Mapping[str, Any]) -> tuple[str, object] | None:
         if value is not None:
             return field, value
     return None
+
+
+def resolve_mask_token(name: str, config: Mapping[str, Any], vocab_size: int) -> int:
+    """Returns the id of a parallel draft's mask token.
+
+    Args:
+        name: The draft model, for messages.
+        config: Its `config.json`.
+        vocab_size: Rows of its embedding.
+
+    Raises:
+        ConfigError: if the model names none, or one that it does not have.
+    """
+    key = "speculative_config.parallel_drafting"
+    found = mask_token(config)
+    if found is None:
+        problem = (
+            f"{key}: the config.json of {name} names no mask token; it needs one of "
+            f"{', '.join(MASK_TOKEN_FIELDS)}"
+        )
+        raise ConfigError([problem])
+    field, value = found
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < vocab_size:
+        problem = (
+            f"{key}: {field} of {name} must be a token id in [0, {vocab_size - 1}], got {value!r}"
+        )
+        raise ConfigError([problem])
+    return value
+
+
+def trained_draft_tokens(config: Mapping[str, Any]) -> int | None:
+    """Returns how many tokens a pass a parallel draft was trained for, if it says so.
+
+    Raises:
+        ConfigError: if it does not say it in numbers.
+    """
+    value = config.get(TRAINED_TOKENS_FIELD)
+    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
+        return value
+    raise ConfigError([f"{TRAINED_TOKENS_FIELD}: must be at least 1, got {value!r}"])
 
 
 def _read_model(key: str, name: str, problems: list[str]) -> ModelFiles | None:
@@ -167,6 +242,8 @@ def _read_model(key: str, name: str, problems: list[str]) -> ModelFiles | None:
 
 
 def _weights(pair: ModelPair) -> Iterator[str]:
+    if pair.args.specgw.simulation is not None:
+        return
     for model in pair.models:
         if is_on_hub(model.name):
             continue  # its weights are fetched, and looked at, when it is loaded
@@ -288,22 +365,11 @@ def _num_predicted(pair: ModelPair) -> Iterator[str]:
 def _mask_tokens(pair: ModelPair) -> Iterator[str]:
     if pair.draft is None or pair.drafting is None or not pair.drafting.parallel_drafting:
         return
-    found = mask_token(pair.draft.config)
-    key = "speculative_config.parallel_drafting"
-    if found is None:
-        yield (
-            f"{key}: the config.json of {pair.draft.name} names no mask token; it needs one of "
-            f"{', '.join(MASK_TOKEN_FIELDS)}"
-        )
-        return
-    field, value = found
-    size = pair.draft.vocab_size
-    is_id = isinstance(value, int) and not isinstance(value, bool)
-    if not is_id or not 0 <= int(str(value)) < size:
-        yield (
-            f"{key}: {field} of {pair.draft.name} must be a token id in [0, {size - 1}], "
-            f"got {value!r}"
-        )
+    try:
+        resolve_mask_token(pair.draft.name, pair.draft.config, pair.draft.vocab_size)
+        trained_draft_tokens(pair.draft.config)
+    except ConfigError as error:
+        yield from error.problems
 
 
 def _candidates(pair: ModelPair) -> Iterator[str]:
@@ -319,24 +385,34 @@ def _candidates(pair: ModelPair) -> Iterator[str]:
 
 def _vocabs(pair: ModelPair) -> Iterator[str]:
     drafting = pair.drafting
-    if drafting is None or drafting.method != "draft_model" or drafting.use_heterogeneous_vocab:
-        return
     relation = pair.vocab_relation
-    if relation is None:
+    if drafting is None or drafting.method != "draft_model" or relation is None:
         return
     assert pair.draft is not None  # or there were no relation
+    if drafting.use_heterogeneous_vocab:
+        yield from _mapping_problems(pair, drafting.heterogeneous_vocab_method)
+        return
     names = f"{pair.draft.name} drafts for {pair.target.name}"
     sizes = f"{relation.draft_size} and {relation.target_size} ids"
     if relation.kinship is VocabKinship.FOREIGN:
         yield (
-            f"speculative_config.model: {names} with other tokens: "
-            f"{'; '.join(relation.differences)} ({sizes}); use_heterogeneous_vocab allows it"
+            f"speculative_config.model: {names} with other tokens under "
+            f"{relation.num_differences} ids: {'; '.join(relation.differences)} ({sizes}); "
+            "use_heterogeneous_vocab allows it"
         )
     elif relation.kinship is VocabKinship.UNKNOWN and relation.draft_size != relation.target_size:
         yield (
             f"speculative_config.model: {names} with {sizes}, and without both tokenizers "
             "nothing shows that the rest is padding"
         )
+
+
+def _mapping_problems(pair: ModelPair, method: str) -> Sequence[str]:
+    try:
+        mapping = pair.vocab_mapping
+    except ConfigError as error:
+        return [f"speculative_config.use_heterogeneous_vocab: {one}" for one in error.problems]
+    return coverage_problems(mapping.coverage, method) if mapping else []
 
 
 _CHECKS: tuple[Callable[[ModelPair], Iterator[str]], ...] = (
