@@ -101,7 +101,7 @@ TARGET static void linear_block(const bf16 *x, int64_t num_rows, int64_t size, c
 // `weight` is [ceil(num_columns / 64)][size / 2][64][2], `bias` [num_columns] or null, `residual` as output or null.
 TARGET void specgw_linear(const bf16 *x, const bf16 *weight, const bf16 *bias, const bf16 *residual, bf16 *output,
                           int64_t num_rows, int64_t num_columns, int64_t size) {
-    int64_t num_blocks = (num_columns + BLOCK - 1) / BLOCK;
+    int64_t num_blocks = num_rows ? (num_columns + BLOCK - 1) / BLOCK : 0;
 #pragma omp parallel
     {
         float few[ROWS * BLOCK], *sums = num_rows > ROWS ? malloc(num_rows * BLOCK * sizeof *sums) : few;

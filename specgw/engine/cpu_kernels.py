@@ -87,7 +87,7 @@ def linear(
     residual: Tensor | None,  # [num_rows, num_columns]
     num_columns: int,
 ) -> Tensor:  # [num_rows, num_columns]
-    """Returns `x @ weight.T + bias + residual`; a row's sums do not depend on the rows beside it."""
+    """Returns `x @ weight.T + bias + residual`; a row does not depend on the rows beside it."""
     x = x.contiguous()
     residual = None if residual is None else residual.contiguous()
     output = x.new_empty(len(x), num_columns)

@@ -1,14 +1,19 @@
-"""In bfloat16 the shape of a batch may turn a near tie; nothing else may change.
+"""In bfloat16 answers are the same to the bit where the compiled operators run.
+
+Elsewhere the shape of a batch may turn a near tie; nothing else may change.
 
 Teacher-forced: what speculation wrote is fed back to the target in one pass, and every token must
 be its most probable one, or within the noise of the data type of it.
 """
+
+from dataclasses import replace
 
 import pytest
 import torch
 
 from proposer_svc.draft_model import DraftModelDrafter
 from proposer_svc.proposer import ProposerCore
+from specgw.engine import cpu_kernels
 from specgw.engine.loading import ModelOptions, load_model
 from specgw.engine.model_runner import ModelRunner, SequenceChunk
 from specgw.link import InProcessLink
