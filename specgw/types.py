@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from specgw.errors import InvalidRequest
 
 PROTOCOL_VERSION = 1
+SIMULATED_DEVICE = "simulated"
+"""The device of a model that is none: its tokens are invented."""
 
 _INT64_MAX = 2**63 - 1
 
@@ -208,6 +210,11 @@ class ModelDescription:
     max_model_len: int
     dtype: str
     device: str
+
+    @property
+    def is_simulated(self) -> bool:
+        """Whether no model runs."""
+        return self.device == SIMULATED_DEVICE
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """A verifier's core in the test's own thread: no sockets, every step under control."""
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from specgw.engine.model_runner import ModelRunner
@@ -54,6 +55,8 @@ class InlineVerifier:
         max_num_seqs: int = 16,
         max_num_batched_tokens: int = 512,
         max_waiting_requests: int = 1_000,
+        max_prefill_tokens_beside_decodes: int | None = 512,
+        clock: Callable[[], float] = time.monotonic,
         wait_for_slow_drafts: bool = True,
         draft_timeout_s: float = 10.0,
         custom_processors: Sequence[CustomLogitsProcessor] = (),
@@ -65,9 +68,14 @@ class InlineVerifier:
             Verifier(runner, custom_processors),
             self.drafting,
             SchedulerLimits(
-                max_num_seqs, max_num_batched_tokens, max_waiting_requests, max_draft_tokens
+                max_num_seqs,
+                max_num_batched_tokens,
+                max_waiting_requests,
+                max_draft_tokens,
+                max_prefill_tokens_beside_decodes,
             ),
             self._deliver,
+            clock=clock,
         )
         for link in links:
             hello = Hello("verifier-1", runner.description, max_draft_tokens)
