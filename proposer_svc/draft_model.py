@@ -13,17 +13,17 @@ from torch import Tensor
 from proposer_svc.batching import build_batch
 from proposer_svc.draft_rows import DraftRows
 from proposer_svc.draft_sampling import DraftSampler, DraftToken, row_sampling
+from proposer_svc.draft_vocabulary import DraftVocabulary, SharedVocabulary
 from proposer_svc.drafter import Draft
 from proposer_svc.session_table import Session, SessionTable
 from specgw.engine.model_runner import ModelRunner, SequenceChunk
-from specgw.handshake import vocabulary_mismatches
-from specgw.types import ModelDescription, UndraftedReason
+from specgw.types import ModelDescription, UndraftedReason, VocabMappingSummary
 
 logger = logging.getLogger(__name__)
 
 
 class DraftModelDrafter:
-    """Implements `Drafter` with a model that has the target's vocabulary."""
+    """Implements `Drafter` with a model that reads what the target reads."""
 
     method = "draft_model"
     parallel_drafting = False
@@ -33,12 +33,12 @@ class DraftModelDrafter:
         self,
         runner: ModelRunner,
         max_num_batched_tokens: int,
-        tokenizer_size: int | None = None,
+        vocabulary: DraftVocabulary | None = None,
         sampler: DraftSampler | None = None,
     ) -> None:
-        """Takes a loaded model; `tokenizer_size` is the number of its ids that mean something.
+        """Takes a loaded model.
 
-        Without a sampler it drafts greedily.
+        Its vocabulary is the target's unless told otherwise. Without a sampler it drafts greedily.
         """
         self.description = runner.description
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -46,35 +46,40 @@ class DraftModelDrafter:
         self.num_passes = 0
         self._sampler = sampler or DraftSampler()
         self._runner = runner
-        self._num_own_ids = tokenizer_size or runner.vocab_size
+        self._vocabulary = vocabulary or SharedVocabulary(runner.description)
         self._rows: dict[Session, DraftRows] = {}
+
+    @property
+    def vocab_mapping(self) -> VocabMappingSummary | None:
+        return self._vocabulary.summary
 
     @property
     def kv_used_tokens(self) -> int:
         return self._runner.kv_cache.used_tokens
 
     def mismatches(self, target: ModelDescription) -> list[str]:
-        return vocabulary_mismatches(target, self.description)
+        return self._vocabulary.mismatches(target)
 
     def num_context_ids(self, target: ModelDescription) -> int:
-        return min(target.vocab_size, self._runner.vocab_size)
+        return self._vocabulary.num_context_ids(target)
 
     def open(self, session: Session) -> None:
-        length = len(session.token_ids)
+        context = self._vocabulary.open_context(session)
+        length, max_length = len(context.token_ids), self._runner.max_model_len
         self._rows[session] = DraftRows(
             session,
-            session.token_ids,
+            context,
             self._runner.kv_cache.new_sequence(),
-            num_draftable_ids=min(session.num_ids, self._num_own_ids),
-            prefill_length=length if length <= self._runner.max_model_len else 0,
+            num_draftable_ids=self._vocabulary.num_draftable_ids(session),
+            prefill_length=length if length <= max_length else 0,
+            max_length=max_length,
         )
 
     def commit(self, session: Session, token_ids: Sequence[int]) -> None:
-        self._rows[session].keep_agreed(token_ids)
+        self._rows[session].extend(token_ids)
 
     def room(self, session: Session) -> int:
-        # Every token of the context is fed, and every draft token but the last.
-        return self._runner.max_model_len - len(self._rows[session].token_ids) + 1
+        return self._rows[session].room
 
     def stop(self, session: Session) -> None:
         self._rows[session].forget()
@@ -121,11 +126,14 @@ class DraftModelDrafter:
         return ready
 
     def _answer(self, rows: DraftRows) -> Draft:
-        token_ids, draft_probs = tuple(rows.draft_token_ids), tuple(rows.draft_probs)
-        if not token_ids:
+        if not rows.draft_token_ids:
             return Draft(rows.session, reason=UndraftedReason.ERROR)
+        block = rows.context.to_target(rows.draft_token_ids, rows.session.num_wanted)
+        if not block:
+            return Draft(rows.session, reason=UndraftedReason.EMPTY)
+        draft_probs = tuple(rows.draft_probs)
         rule = self._sampler.rule(has_probs=bool(draft_probs))
-        return Draft(rows.session, token_ids, rule=rule, draft_probs=draft_probs)
+        return Draft(rows.session, block, rule=rule, draft_probs=draft_probs)
 
     def _append(self, sessions: Sequence[DraftRows], logits: Tensor) -> list[DraftRows]:
         """Appends a token to each block; returns the sessions that want more."""
@@ -135,7 +143,7 @@ class DraftModelDrafter:
         tokens = self._choose(logits, [(one, len(one.draft_token_ids)) for one in sessions])
         for one, token in zip(sessions, tokens, strict=True):
             one.extend_draft([token])
-        return [one for one in sessions if 0 < len(one.draft_token_ids) < one.session.num_wanted]
+        return [one for one in sessions if one.is_drafting]
 
     def _choose(
         self,
@@ -149,7 +157,7 @@ class DraftModelDrafter:
 
     def _forward(self, chunks: Sequence[SequenceChunk]) -> Tensor:
         self.num_passes += 1
-        return self._runner.forward(chunks)
+        return self._vocabulary.constrain(self._runner.forward(chunks))
 
 
 def completes(one: DraftRows, rows: int) -> bool:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from proposer_svc.draft_model import DraftModelDrafter
 from proposer_svc.draft_sampling import DraftSampler
+from proposer_svc.draft_vocabulary_choice import build_vocabulary
 from proposer_svc.drafter import Draft, Drafter
 from proposer_svc.parallel_draft import ParallelDrafter
 from proposer_svc.session_table import Session, SessionTable
@@ -30,7 +31,6 @@ from specgw.types import (
     ProposeStep,
     UndraftedReason,
 )
-from specgw.vocab import tokenizer_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,17 +69,19 @@ def build_proposer(args: EngineArgs) -> "ProposerCore":
 def _build_drafter(args: EngineArgs) -> Drafter:
     config = args.speculative_config
     assert config is not None
-    directory = resolve_model(config.model)
     runner = load_model(draft_options(args))
+    vocabulary = build_vocabulary(args, runner.description)
     batched_tokens = args.specgw.proposer.max_num_batched_tokens
-    sampler = DraftSampler(config.draft_sample_method, args.specgw.proposer.max_draft_support)
+    # What another vocabulary's text becomes is no sample of any law known here.
+    method = config.draft_sample_method if vocabulary.summary is None else "greedy"
+    sampler = DraftSampler(method, args.specgw.proposer.max_draft_support)
     if not config.parallel_drafting:
-        return DraftModelDrafter(runner, batched_tokens, tokenizer_size(directory), sampler)
-    checkpoint = read_config(directory)
+        return DraftModelDrafter(runner, batched_tokens, vocabulary, sampler)
+    checkpoint = read_config(resolve_model(config.model))
     return ParallelDrafter(
         runner,
         batched_tokens,
-        tokenizer_size(directory),
+        vocabulary,
         mask_token_id=resolve_mask_token(config.model, checkpoint, runner.vocab_size),
         max_draft_tokens=args.max_draft_tokens,
         num_trained_tokens=trained_draft_tokens(checkpoint),
@@ -126,6 +128,7 @@ class ProposerCore:
             max_num_batched_tokens=drafter.max_num_batched_tokens,
             kv_capacity_tokens=drafter.kv_capacity_tokens,
             draft_sample_method=draft_sample_method,
+            vocab_mapping=drafter.vocab_mapping,
         )
 
     def connect(self, hello: Hello) -> HelloAck:

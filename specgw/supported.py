@@ -31,12 +31,6 @@ SUPPORTED = (
     Supported("tensor_parallel_size", (1,), "{value} GPUs for one model", "1"),
     Supported(f"{_IN}.method", ("draft_model",), "{value}", "draft_model"),
     Supported(
-        f"{_IN}.use_heterogeneous_vocab",
-        (False,),
-        "drafts from another vocabulary",
-        "draft models with the target's vocabulary",
-    ),
-    Supported(
         f"{_IN}.draft_sample_method",
         ("greedy", "coupled"),
         "{value} drafts",
@@ -89,6 +83,11 @@ WITHOUT_EFFECT = (
     WithoutEffect("disable_padded_drafter_batch", "specgw's batches are never padded"),
     WithoutEffect("disable_eagle_block_drop", "the proposer's cache is its own: none is dropped"),
     WithoutEffect("use_local_argmax_reduction", "a draft model runs on one device"),
+    WithoutEffect(
+        "draft_sample_method",
+        "drafts from another vocabulary are greedy; the output is the same",
+        lambda config: config.use_heterogeneous_vocab,
+    ),
     *(
         WithoutEffect(key, "it is for n-gram methods", _other_than("ngram", "ngram_gpu"))
         for key in ("prompt_lookup_max", "prompt_lookup_min")

@@ -14,6 +14,8 @@ import numpy.typing as npt
 from specgw.errors import InvalidRequest
 
 PROTOCOL_VERSION = 1
+SIMULATED_DEVICE = "simulated"
+"""The device of a model that is none: its tokens are invented."""
 
 _INT64_MAX = 2**63 - 1
 
@@ -176,6 +178,17 @@ class SamplingParams:
         """Whether the most probable token is always chosen; vLLM's threshold."""
         return self.temperature < 1e-5
 
+    def check_logprobs(self, max_logprobs: int) -> None:
+        """Refuses more log probabilities for a token than are allowed; -1 allows any number.
+
+        Raises:
+            InvalidRequest: naming the field, its value and the limit.
+        """
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(self, name)
+            if count is not None and max_logprobs != -1 and not 0 <= count <= max_logprobs:
+                raise InvalidRequest(name, count, f"must be at most max_logprobs = {max_logprobs}")
+
     @property
     def has_penalties(self) -> bool:
         """Whether tokens that occurred before are more or less probable for it."""
@@ -203,6 +216,11 @@ class ModelDescription:
     dtype: str
     device: str
 
+    @property
+    def is_simulated(self) -> bool:
+        """Whether no model runs."""
+        return self.device == SIMULATED_DEVICE
+
 
 @dataclass(frozen=True, slots=True)
 class Hello:
@@ -219,8 +237,21 @@ class Hello:
 
 
 @dataclass(frozen=True, slots=True)
+class VocabMappingSummary:
+    """How a draft model's vocabulary is mapped to another one of the target.
+
+    Coverages are shares, in [0, 1], of the tokens of each side that stand for text.
+    """
+
+    method: str
+    fingerprint: str
+    target_coverage: float
+    draft_coverage: float
+
+
+@dataclass(frozen=True, slots=True)
 class HelloAck:
-    """What a proposer offers a verifier."""
+    """What a proposer offers a verifier. No `vocab_mapping` if both models share a vocabulary."""
 
     proposer_id: str
     method: str
@@ -233,6 +264,7 @@ class HelloAck:
     kv_capacity_tokens: int = 0
     protocol_version: int = PROTOCOL_VERSION
     draft_sample_method: str = ""
+    vocab_mapping: VocabMappingSummary | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -389,10 +421,27 @@ class GenerateRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """How probable one token was, and the most probable ones beside it.
+
+    Attributes:
+        token_ids: The token itself, then the most probable ones in order, itself again among them.
+        logprobs: Natural logarithms of their probabilities in the model's own distribution.
+        rank: The token's place among all by probability, from 1.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
 class GenerateOutput:
     """Output tokens committed in one step; the last one of a request has a finish reason.
 
     The first has the seed and, with prefix caching, how many tokens were in the cache already.
+    If they were asked for, `logprobs` has an entry for each token, and `prompt_logprobs` of the
+    first output one for each token of the prompt but the first.
     """
 
     token_ids: Sequence[int]
@@ -401,3 +450,5 @@ class GenerateOutput:
     seed: int | None = None
     speculation: SpeculationStats | None = None
     cached_token_count: int | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()

@@ -25,9 +25,11 @@ from specgw.types import (
     ProposeStep,
     SamplingParams,
     SpeculationStats,
+    TokenLogprobs,
     TokenProbs,
     UndraftedReason,
     VerifierInfo,
+    VocabMappingSummary,
 )
 from specgw.v1 import proposer_pb2, types_pb2, verifier_pb2
 
@@ -124,6 +126,41 @@ def sampling_params_to_pb(params: SamplingParams) -> types_pb2.SamplingParams:
         allowed_token_ids=None if allowed is None else token_ids_to_pb(allowed),
         logprobs=params.logprobs,
         prompt_logprobs=params.prompt_logprobs,
+    )
+
+
+def token_logprobs_from_pb(pb: types_pb2.TokenLogprobs, field: str) -> tuple[TokenLogprobs, ...]:
+    """Unpacks log probabilities.
+
+    Raises:
+        InvalidRequest: naming `field`, if the parts do not match.
+    """
+    ids = token_ids_from_pb(pb.token_ids, f"{field}.token_ids")
+    count = len(pb.ranks)
+    if len(pb.float32_le) != 4 * len(ids) or (len(ids) % count if count else ids):
+        rule = f"must match {count} ranks and {len(pb.float32_le)} bytes of log probabilities"
+        raise InvalidRequest(f"{field}.token_ids.count", len(ids), rule)
+    values = np.frombuffer(pb.float32_le, "<f4").tolist()
+    width = len(ids) // count if count else 0
+    return tuple(
+        TokenLogprobs(
+            tuple(ids[row * width : (row + 1) * width]),
+            tuple(values[row * width : (row + 1) * width]),
+            rank,
+        )
+        for row, rank in enumerate(pb.ranks)
+    )
+
+
+def token_logprobs_to_pb(logprobs: Sequence[TokenLogprobs]) -> types_pb2.TokenLogprobs | None:
+    """Packs log probabilities, as many for each token."""
+    if not logprobs:
+        return None
+    values = np.asarray([one.logprobs for one in logprobs], "<f4")
+    return types_pb2.TokenLogprobs(
+        token_ids=token_ids_to_pb([i for one in logprobs for i in one.token_ids]),
+        float32_le=values.tobytes(),
+        ranks=[one.rank for one in logprobs],
     )
 
 
@@ -255,6 +292,9 @@ def hello_ack_from_pb(pb: proposer_pb2.HelloAck) -> HelloAck:
         max_num_batched_tokens=pb.max_num_batched_tokens,
         kv_capacity_tokens=pb.kv_capacity_tokens,
         protocol_version=pb.protocol_version,
+        vocab_mapping=(
+            _vocab_mapping_from_pb(pb.vocab_mapping) if pb.HasField("vocab_mapping") else None
+        ),
         draft_sample_method=pb.draft_sample_method,
     )
 
@@ -272,6 +312,20 @@ def hello_ack_to_pb(ack: HelloAck) -> proposer_pb2.HelloAck:
         max_num_batched_tokens=ack.max_num_batched_tokens,
         kv_capacity_tokens=ack.kv_capacity_tokens,
         draft_sample_method=ack.draft_sample_method,
+        vocab_mapping=_vocab_mapping_to_pb(ack.vocab_mapping) if ack.vocab_mapping else None,
+    )
+
+
+def _vocab_mapping_from_pb(pb: proposer_pb2.VocabMapping) -> VocabMappingSummary:
+    return VocabMappingSummary(pb.method, pb.fingerprint, pb.target_coverage, pb.draft_coverage)
+
+
+def _vocab_mapping_to_pb(summary: VocabMappingSummary) -> proposer_pb2.VocabMapping:
+    return proposer_pb2.VocabMapping(
+        method=summary.method,
+        fingerprint=summary.fingerprint,
+        target_coverage=summary.target_coverage,
+        draft_coverage=summary.draft_coverage,
     )
 
 
@@ -541,6 +595,8 @@ def generate_output_from_pb(pb: verifier_pb2.GenerateResponse) -> GenerateOutput
         speculation=(
             speculation_stats_from_pb(pb.speculation) if pb.HasField("speculation") else None
         ),
+        logprobs=token_logprobs_from_pb(pb.logprobs, "logprobs"),
+        prompt_logprobs=token_logprobs_from_pb(pb.prompt_logprobs, "prompt_logprobs"),
         cached_token_count=pb.cached_token_count if pb.HasField("cached_token_count") else None,
     )
 
@@ -553,6 +609,8 @@ def generate_output_to_pb(output: GenerateOutput) -> verifier_pb2.GenerateRespon
         stop_token_id=output.stop_token_id,
         seed=output.seed,
         speculation=speculation_stats_to_pb(output.speculation) if output.speculation else None,
+        logprobs=token_logprobs_to_pb(output.logprobs),
+        prompt_logprobs=token_logprobs_to_pb(output.prompt_logprobs),
         cached_token_count=output.cached_token_count,
     )
 

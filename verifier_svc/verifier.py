@@ -4,16 +4,17 @@ Knows nothing of sessions' lives, proposers or clocks: caches and tokens in, out
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 import torch
 from torch import Tensor
 
 from specgw.engine.kv_cache import SequenceCache
+from specgw.engine.logprobs import token_logprobs
 from specgw.engine.model_runner import ModelRunner, SequenceChunk
 from specgw.engine.sampling import RowSampling, sample
-from specgw.types import GenerateRequest, SamplingParams
+from specgw.types import GenerateRequest, SamplingParams, TokenLogprobs
 from verifier_svc.custom_processors import CustomLogitsProcessor
 from verifier_svc.logits_processors import RowProcessors, build_processors
 from verifier_svc.rejection_sampler import count_matching
@@ -24,7 +25,8 @@ class VerifyRows:
     """One session's part of a step: context tokens not yet in the cache, then its draft tokens.
 
     `is_complete` is false for a prefill chunk that stops short of the context's end; it has no
-    drafts and gives no output.
+    drafts and gives no output. `scored_token_ids` are prompt tokens whose log probabilities are
+    asked for; the rows that predict them are the last ones before those that are verified.
     """
 
     cache: SequenceCache
@@ -35,6 +37,7 @@ class VerifyRows:
     sampling_params: SamplingParams
     seed: int
     processors: RowProcessors | None = None
+    scored_token_ids: Sequence[int] = ()
 
     @property
     def num_rows(self) -> int:
@@ -43,16 +46,26 @@ class VerifyRows:
 
     @property
     def num_logits(self) -> int:
-        """Last rows whose logits are needed: one for each draft token, and one more."""
+        """Last rows whose logits are needed."""
+        return len(self.scored_token_ids) + self.num_verified
+
+    @property
+    def num_verified(self) -> int:
+        """Last rows that are verified: one for each draft token, and one more."""
         return len(self.draft_token_ids) + 1 if self.is_complete else 0
 
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """What one session's rows gave: accepted draft tokens, then one token of the target's own."""
+    """What one session's rows gave: accepted draft tokens, then one token of the target's own.
+
+    Log probabilities are there if asked for: of the output tokens, and of the prompt's.
+    """
 
     output_token_ids: Sequence[int]
     num_accepted: int
+    logprobs: Sequence[TokenLogprobs] = ()
+    prompt_logprobs: Sequence[TokenLogprobs] = ()
 
 
 class Verifier:
@@ -78,10 +91,15 @@ class Verifier:
     def verify(self, batch: Sequence[VerifyRows]) -> list[Verified]:
         """Runs one forward pass and leaves exactly the accepted tokens in every cache."""
         logits = self.runner.forward([_chunk(rows) for rows in batch])  # [num_logits, vocab_size]
-        complete = [rows for rows in batch if rows.is_complete]
-        logits = _processed(logits, complete)
-        draws = iter(sample(logits, [row for rows in complete for row in _sampling(rows)]))
-        return [_accept(rows, list(islice(draws, rows.num_logits))) for rows in batch]
+        sizes = [n for rows in batch for n in (len(rows.scored_token_ids), rows.num_verified)]
+        parts = torch.split(logits, sizes)
+        scored, raw = parts[::2], parts[1::2]
+        if any(rows.scored_token_ids for rows in batch):
+            logits = torch.cat(raw)  # [sum of num_verified, vocab_size]
+        logits = _processed(logits, batch)
+        draws = iter(sample(logits, [row for rows in batch for row in _sampling(rows)]))
+        verified = [_accept(rows, list(islice(draws, rows.num_verified))) for rows in batch]
+        return list(map(_with_logprobs, batch, verified, scored, raw))
 
 
 def _chunk(rows: VerifyRows) -> SequenceChunk:
@@ -90,17 +108,17 @@ def _chunk(rows: VerifyRows) -> SequenceChunk:
 
 
 def _processed(
-    logits: Tensor,  # [num_logits, vocab_size]
-    complete: Sequence[VerifyRows],
+    logits: Tensor,  # [sum of num_verified, vocab_size]
+    batch: Sequence[VerifyRows],
 ) -> Tensor:
     """Returns the logits after every session's processors, float32 if there are any."""
-    if all(rows.processors is None for rows in complete):
+    if all(rows.processors is None for rows in batch):
         return logits
     logits = logits.to(torch.float32, copy=True)
     first = 0
-    for rows in complete:
-        last = first + rows.num_logits
-        if rows.processors is not None:
+    for rows in batch:
+        last = first + rows.num_verified
+        if rows.processors is not None and rows.is_complete:
             _process(rows.processors, rows.draft_token_ids, logits[first:last])
         first = last
     return logits
@@ -109,7 +127,7 @@ def _processed(
 def _process(
     processors: RowProcessors,
     draft_token_ids: Sequence[int],
-    logits: Tensor,  # [num_logits, vocab_size], changed in place
+    logits: Tensor,  # [num_verified, vocab_size], changed in place
 ) -> None:
     """Applies a session's processors, down to a draft token that they forbid.
 
@@ -134,7 +152,7 @@ def _sampling(rows: VerifyRows) -> list[RowSampling]:
             seed=rows.seed,
             position=rows.context_length + offset,
         )
-        for offset in range(rows.num_logits)
+        for offset in range(rows.num_verified)
     ]
 
 
@@ -147,3 +165,23 @@ def _accept(rows: VerifyRows, draws: Sequence[int]) -> Verified:
     if rows.processors is not None:
         rows.processors.commit(output)
     return Verified(output, num_accepted)
+
+
+def _with_logprobs(
+    rows: VerifyRows,
+    verified: Verified,
+    scored_logits: Tensor,  # [len(scored_token_ids), vocab_size]
+    logits: Tensor,  # [num_verified, vocab_size]
+) -> Verified:
+    """Adds the log probabilities asked for: raw, so that no parameter changes them, as in vLLM.
+
+    Accepted, recovered and bonus tokens alike are drawn from the rows in order, one from each.
+    """
+    params, output = rows.sampling_params, verified.output_token_ids
+    if params.prompt_logprobs is not None and rows.scored_token_ids:
+        scored = token_logprobs(scored_logits, rows.scored_token_ids, params.prompt_logprobs)
+        verified = replace(verified, prompt_logprobs=scored)
+    if params.logprobs is not None and output:
+        scored = token_logprobs(logits[: len(output)], output, params.logprobs)
+        verified = replace(verified, logprobs=scored)
+    return verified

@@ -23,9 +23,11 @@ from specgw.types import (
     ProposeStep,
     SamplingParams,
     SpeculationStats,
+    TokenLogprobs,
     TokenProbs,
     UndraftedReason,
     VerifierInfo,
+    VocabMappingSummary,
 )
 from specgw.v1 import proposer_pb2, types_pb2, verifier_pb2
 
@@ -47,8 +49,21 @@ sizes = st.integers(0, 2**63 - 1)
 offers = st.builds(
     HelloAck, names, texts, models, counts, counts, counts, counts, counts, sizes, st.just(1)
 )
+shares = st.floats(0, 1)
 acks = st.builds(
-    HelloAck, texts, texts, models, counts, counts, counts, counts, counts, sizes, counts, texts
+    HelloAck,
+    texts,
+    texts,
+    models,
+    counts,
+    counts,
+    counts,
+    counts,
+    counts,
+    sizes,
+    counts,
+    draft_sample_method=texts,
+    vocab_mapping=st.none() | st.builds(VocabMappingSummary, texts, texts, shares, shares),
 )
 statuses = st.builds(ProposerStatus, texts, st.booleans(), counts, texts, st.none() | offers)
 verifier_infos = st.builds(
@@ -119,6 +134,22 @@ generate_requests = st.builds(
     max_draft_tokens=st.none() | int32s,
     cache_salt=texts,
 )
+finite = st.floats(-1e9, 0, width=32)
+
+
+@st.composite
+def logprobs(draw: st.DrawFn) -> tuple[TokenLogprobs, ...]:
+    """Draws log probabilities of as many tokens beside each."""
+    width = draw(st.integers(1, 4))
+    one = st.builds(
+        TokenLogprobs,
+        st.tuples(*[int32s] * width),
+        st.tuples(*[finite] * width),
+        counts,
+    )
+    return tuple(draw(st.lists(one, max_size=4)))
+
+
 generate_outputs = st.builds(
     GenerateOutput,
     token_ids=token_ids,
@@ -126,6 +157,8 @@ generate_outputs = st.builds(
     stop_token_id=st.none() | int32s,
     seed=st.none() | int64s,
     speculation=st.none() | stats,
+    logprobs=logprobs(),
+    prompt_logprobs=logprobs(),
     cached_token_count=st.none() | counts,
 )
 
@@ -353,3 +386,19 @@ def test_malformed_generate_requests_are_refused_by_field(
         wire.generate_request_from_pb(request_pb)
 
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("num_ids", "num_values", "num_ranks"), [(3, 3, 2), (2, 3, 1), (2, 0, 0), (0, 1, 1)]
+)
+def test_log_probabilities_whose_parts_do_not_match_are_refused(
+    num_ids: int, num_values: int, num_ranks: int
+) -> None:
+    pb = types_pb2.TokenLogprobs(
+        token_ids=wire.token_ids_to_pb([1] * num_ids),
+        float32_le=b"\0\0\0\0" * num_values,
+        ranks=[1] * num_ranks,
+    )
+
+    with pytest.raises(InvalidRequest, match=r"logprobs\.token_ids\.count: must match"):
+        wire.token_logprobs_from_pb(pb, "logprobs")
