@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from proposer_svc.session_table import Session, SessionTable
+from specgw.hidden import HiddenFormat
 from specgw.types import ModelDescription, UndraftedReason
 
 
@@ -33,6 +34,7 @@ class Drafter(Protocol):
         max_num_batched_tokens: Most input rows of one forward pass.
         kv_capacity_tokens: Slots of the KV cache.
         num_passes: Forward passes of the draft model since it was loaded.
+        hidden: The target's hidden states that it needs in `Session.hidden`; None for none.
     """
 
     method: str
@@ -41,6 +43,7 @@ class Drafter(Protocol):
     max_num_batched_tokens: int
     kv_capacity_tokens: int
     num_passes: int
+    hidden: HiddenFormat | None
 
     @property
     def kv_used_tokens(self) -> int:

@@ -104,7 +104,9 @@ class LLM:
         self._session_ids = itertools.count(1)
         self._answers: dict[int, _Answer] = {}
         for link in self._links:
-            hello = build_hello(uuid.uuid4().hex, self._runner.description, args)
+            hello = build_hello(
+                uuid.uuid4().hex, self._runner.description, args, self._runner.hidden
+            )
             link.start(hello, self._scheduler.inbox)
 
     def generate(

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from specgw.errors import InvalidRequest
+from specgw.hidden import HiddenFormat, HiddenStates
 
 PROTOCOL_VERSION = 1
 
@@ -221,11 +222,12 @@ class Hello:
     method: str = ""
     draft_model: str = ""
     extra_slots_per_session: int | None = None
+    hidden: HiddenFormat | None = None  # hidden states that it can send
 
 
 @dataclass(frozen=True, slots=True)
 class HelloAck:
-    """What a proposer offers a verifier."""
+    """What a proposer offers a verifier, and the hidden states that it needs for that."""
 
     proposer_id: str
     method: str
@@ -237,6 +239,7 @@ class HelloAck:
     max_num_batched_tokens: int = 0
     kv_capacity_tokens: int = 0
     protocol_version: int = PROTOCOL_VERSION
+    hidden: HiddenFormat | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,6 +285,7 @@ class Commit:
     base_length: int
     token_ids: Sequence[int]
     max_draft_tokens: int
+    hidden: HiddenStates | None = None
 
 
 @dataclass(frozen=True, slots=True)

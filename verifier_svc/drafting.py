@@ -10,9 +10,10 @@ Nothing here can change an answer: a block is only an offer. The rules for waiti
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from specgw.hidden import MAX_COMMIT_BYTES
 from specgw.link import ProposerLink
 from specgw.types import (
     Commit,
@@ -178,7 +179,10 @@ class Drafting:
             self._open_on(peer, session)
         num_tokens = min(num_tokens, peer.ack.max_draft_tokens)
         missing = tuple(session.context[draft.known_length :])
-        peer.commit.append(Commit(session.session_id, draft.known_length, missing, num_tokens))
+        needed = peer.ack.hidden
+        hidden = draft.hidden.take(needed) if needed is not None else None
+        base_length = draft.known_length
+        peer.commit.append(Commit(session.session_id, base_length, missing, num_tokens, hidden))
         draft.known_length = draft.asked_length = len(session.context)
         draft.asked_at, draft.asked_tokens = now, num_tokens
         draft.reason = UndraftedReason.LATE
@@ -192,11 +196,17 @@ class Drafting:
             peer.session_ids.discard(session.session_id)
         session.draft.reset()
 
+    def needs_hidden(self, session: Session) -> bool:
+        """Whether the session's proposer drafts from hidden states of the target."""
+        peer = self._peers.get(session.draft.address) if session.draft.is_open else None
+        return peer is not None and peer.ack is not None and peer.ack.hidden is not None
+
     def flush(self) -> None:
-        """Sends each proposer one message with everything gathered for it."""
+        """Sends each proposer everything gathered for it: one message, unless it is too large."""
         for peer in self._peers.values():
             if peer.ack is not None and (step := peer.take_step()):
-                peer.link.send(step, peer.ack)
+                for part in _sendable(step):
+                    peer.link.send(part, peer.ack)
 
     # Blocks arrive.
 
@@ -306,3 +316,17 @@ class Drafting:
             if not 0 <= token_id < self._vocab_size:
                 return block.token_ids[:position]
         return block.token_ids[:num_tokens]
+
+
+def _sendable(step: ProposeStep) -> Iterator[ProposeStep]:
+    """Splits a step so that no part carries more than two commits' worth of hidden states."""
+    part: list[Commit] = []
+    opened, num_bytes = step.open, 0
+    for commit in step.commit:
+        size = len(commit.hidden.values) if commit.hidden is not None else 0
+        if num_bytes + size > 2 * MAX_COMMIT_BYTES:
+            yield ProposeStep(opened, tuple(part))
+            opened, part, num_bytes = (), [], 0
+        part.append(commit)
+        num_bytes += size
+    yield ProposeStep(opened, tuple(part), step.close)

@@ -292,6 +292,7 @@ class Scheduler:
             seed=session.seed,
             processors=session.processors,
             scored_token_ids=session.tokens_to_score(first + len(missing)),
+            wants_hidden=self._drafting.needs_hidden(session),
         )
 
     def _preempt(self, session: Session) -> None:
@@ -338,6 +339,8 @@ class Scheduler:
     ) -> None:
         for (session, rows), result in zip(batch, verified or (), strict=False):
             session.prompt_logprobs.extend(result.prompt_logprobs)
+            if result.hidden is not None:
+                session.draft.hidden.append(rows.cache.length - len(result.hidden), result.hidden)
             if rows.is_complete:
                 self._commit_session(session, rows, result)
             else:

@@ -90,7 +90,9 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
         """Starts the engine thread and begins to connect to the proposers."""
         self._thread.start()
         if self._args.max_draft_tokens:
-            hello = build_hello(self.verifier_id, self._runner.description, self._args)
+            hello = build_hello(
+                self.verifier_id, self._runner.description, self._args, self._runner.hidden
+            )
             for link in self._links:
                 link.start(hello, self._scheduler.inbox)
 

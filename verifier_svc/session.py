@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from specgw.engine.block_hashes import BlockHashes
+from specgw.engine.hidden_rows import HiddenRows
 from specgw.engine.kv_cache import SequenceCache
 from specgw.errors import InvalidRequest
 from specgw.types import (
@@ -35,6 +36,7 @@ class DraftState:
     retry_at: float = 0.0
     token_ids: Sequence[int] = ()
     reason: UndraftedReason = UndraftedReason.UNAVAILABLE
+    hidden: HiddenRows = field(default_factory=HiddenRows)  # for a proposer that needs them
 
     def reset(self, address: str = "") -> None:
         """Forgets the proposer's side: nothing is open there."""
@@ -44,6 +46,7 @@ class DraftState:
         self.deadline = None
         self.is_first = True
         self.token_ids = ()
+        self.hidden.clear()
 
     def take(self) -> Sequence[int]:
         """Returns the block that has arrived, if any, and forgets it. The session waits no more."""

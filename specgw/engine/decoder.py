@@ -62,6 +62,8 @@ class Decoder:
         cos, sin = self._rotations.index_select(0, batch.positions).unbind(1)
         for layer in self._layers:
             hidden = layer(hidden, cos, sin, batch.attention)
+        if batch.hidden is not None:
+            batch.hidden.append(self._norm(hidden))
         if batch.logit_rows is not None:
             hidden = hidden.index_select(0, batch.logit_rows)
         return self._lm_head(self._norm(hidden))
