@@ -183,6 +183,8 @@ def check(
         except ConfigError as error:
             report.problems += error.problems
     report.problems += not_run_yet(args)
+    if args.specgw.simulation is not None:
+        report.notices.append("specgw.simulation: SIMULATION: no model runs, tokens are invented")
     report.notices += _tight_budgets(report.budgets)
     return report
 

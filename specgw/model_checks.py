@@ -223,6 +223,8 @@ def _read_model(key: str, name: str, problems: list[str]) -> ModelFiles | None:
 
 
 def _weights(pair: ModelPair) -> Iterator[str]:
+    if pair.args.specgw.simulation is not None:
+        return
     for model in pair.models:
         if is_on_hub(model.name):
             continue  # its weights are fetched, and looked at, when it is loaded

@@ -12,6 +12,8 @@ from specgw.errors import InvalidRequest
 from specgw.hidden import HiddenFormat, HiddenStates
 
 PROTOCOL_VERSION = 1
+SIMULATED_DEVICE = "simulated"
+"""The device of a model that is none: its tokens are invented."""
 
 _INT64_MAX = 2**63 - 1
 
@@ -209,6 +211,11 @@ class ModelDescription:
     max_model_len: int
     dtype: str
     device: str
+
+    @property
+    def is_simulated(self) -> bool:
+        """Whether no model runs."""
+        return self.device == SIMULATED_DEVICE
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from specgw.engine.model_runner import ModelRunner
 from specgw.errors import NotReady, SpecgwError
 from specgw.handshake import build_hello
 from specgw.link import ProposerLink
+from specgw.telemetry import tell_simulation
 from specgw.types import GenerateOutput, VerifierInfo
 from specgw.v1 import verifier_pb2, verifier_pb2_grpc
 from verifier_svc.custom_processors import load_processors
@@ -79,6 +80,8 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
             self._deliver,
             metrics.observe_step,
         )
+        if runner.description.is_simulated:
+            tell_simulation(metrics.registry, "verifier")
         metrics.watch(lambda: self.snapshot, runner.kv_cache.capacity_tokens)
         self._thread = threading.Thread(target=self._run_engine, name="engine", daemon=True)
 
