@@ -9,7 +9,7 @@ from typing import Protocol
 
 from proposer_svc.session_table import Session, SessionTable
 from specgw.hidden import HiddenFormat
-from specgw.types import ModelDescription, UndraftedReason
+from specgw.types import ModelDescription, UndraftedReason, VocabMappingSummary
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +44,10 @@ class Drafter(Protocol):
     kv_capacity_tokens: int
     num_passes: int
     hidden: HiddenFormat | None
+
+    @property
+    def vocab_mapping(self) -> VocabMappingSummary | None:
+        """How the draft model's vocabulary is mapped; None if it is the target's."""
 
     @property
     def kv_used_tokens(self) -> int:

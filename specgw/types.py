@@ -233,8 +233,24 @@ class Hello:
 
 
 @dataclass(frozen=True, slots=True)
+class VocabMappingSummary:
+    """How a draft model's vocabulary is mapped to another one of the target.
+
+    Coverages are shares, in [0, 1], of the tokens of each side that stand for text.
+    """
+
+    method: str
+    fingerprint: str
+    target_coverage: float
+    draft_coverage: float
+
+
+@dataclass(frozen=True, slots=True)
 class HelloAck:
-    """What a proposer offers a verifier, and the hidden states that it needs for that."""
+    """What a proposer offers a verifier, and the hidden states that it needs for that.
+
+    No `vocab_mapping` if both models share a vocabulary.
+    """
 
     proposer_id: str
     method: str
@@ -247,6 +263,7 @@ class HelloAck:
     kv_capacity_tokens: int = 0
     protocol_version: int = PROTOCOL_VERSION
     hidden: HiddenFormat | None = None
+    vocab_mapping: VocabMappingSummary | None = None
 
 
 @dataclass(frozen=True, slots=True)

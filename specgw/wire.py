@@ -27,6 +27,7 @@ from specgw.types import (
     TokenLogprobs,
     UndraftedReason,
     VerifierInfo,
+    VocabMappingSummary,
 )
 from specgw.v1 import proposer_pb2, types_pb2, verifier_pb2
 
@@ -282,6 +283,9 @@ def hello_ack_from_pb(pb: proposer_pb2.HelloAck) -> HelloAck:
         kv_capacity_tokens=pb.kv_capacity_tokens,
         protocol_version=pb.protocol_version,
         hidden=_hidden_format_from_pb(pb.hidden) if pb.HasField("hidden") else None,
+        vocab_mapping=(
+            _vocab_mapping_from_pb(pb.vocab_mapping) if pb.HasField("vocab_mapping") else None
+        ),
     )
 
 
@@ -298,6 +302,20 @@ def hello_ack_to_pb(ack: HelloAck) -> proposer_pb2.HelloAck:
         max_num_batched_tokens=ack.max_num_batched_tokens,
         kv_capacity_tokens=ack.kv_capacity_tokens,
         hidden=_hidden_format_to_pb(ack.hidden),
+        vocab_mapping=_vocab_mapping_to_pb(ack.vocab_mapping) if ack.vocab_mapping else None,
+    )
+
+
+def _vocab_mapping_from_pb(pb: proposer_pb2.VocabMapping) -> VocabMappingSummary:
+    return VocabMappingSummary(pb.method, pb.fingerprint, pb.target_coverage, pb.draft_coverage)
+
+
+def _vocab_mapping_to_pb(summary: VocabMappingSummary) -> proposer_pb2.VocabMapping:
+    return proposer_pb2.VocabMapping(
+        method=summary.method,
+        fingerprint=summary.fingerprint,
+        target_coverage=summary.target_coverage,
+        draft_coverage=summary.draft_coverage,
     )
 
 
