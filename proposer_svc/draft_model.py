@@ -14,11 +14,29 @@ from proposer_svc.batching import build_batch
 from proposer_svc.draft_rows import DraftRows
 from proposer_svc.drafter import Draft
 from proposer_svc.session_table import Session, SessionTable
+from specgw.config import EngineArgs
+from specgw.engine.loading import draft_options, load_model
 from specgw.engine.model_runner import ModelRunner, SequenceChunk
 from specgw.handshake import vocabulary_mismatches
+from specgw.model_files import resolve_model
 from specgw.types import ModelDescription, UndraftedReason
+from specgw.vocab import tokenizer_size
 
 logger = logging.getLogger(__name__)
+
+
+def load_draft_model(args: EngineArgs) -> "DraftModelDrafter":
+    """Loads the configured draft model.
+
+    Raises:
+        ConfigError: if it cannot be loaded.
+    """
+    assert args.speculative_config is not None, "there is no draft model without speculation"
+    return DraftModelDrafter(
+        load_model(draft_options(args)),
+        args.specgw.proposer.max_num_batched_tokens,
+        tokenizer_size(resolve_model(args.speculative_config.model)),
+    )
 
 
 class DraftModelDrafter:
@@ -70,6 +88,9 @@ class DraftModelDrafter:
 
     def close(self, session: Session) -> None:
         self._rows.pop(session).cache.release()
+
+    def enter_thread(self) -> None:
+        torch.get_num_threads()  # without this call, OpenMP ignores torch's setting in this thread
 
     def has_work(self) -> bool:
         return any(rows.has_work for rows in self._rows.values())

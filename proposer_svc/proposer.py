@@ -9,14 +9,13 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from proposer_svc.draft_model import DraftModelDrafter
 from proposer_svc.drafter import Draft, Drafter
+from proposer_svc.lookup import LookupDrafter
 from proposer_svc.session_table import Session, SessionTable
 from specgw.config import EngineArgs
-from specgw.engine.loading import draft_options, load_model
 from specgw.errors import ConfigError, IncompatibleModels
 from specgw.handshake import greeting_mismatches
-from specgw.model_files import resolve_model
+from specgw.lookup.method import DEFAULT_MAX_MODEL_LEN, LOOKUP_METHODS, build_lookup
 from specgw.slots import extra_slots, kv_lookahead
 from specgw.types import (
     Commit,
@@ -27,7 +26,6 @@ from specgw.types import (
     ProposeStep,
     UndraftedReason,
 )
-from specgw.vocab import tokenizer_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +45,26 @@ def build_proposer(args: EngineArgs) -> "ProposerCore":
     """
     if args.speculative_config is None:
         raise ConfigError(["speculative_config: a proposer needs one: it names the draft model"])
-    settings = args.specgw.proposer
-    drafter = DraftModelDrafter(
-        load_model(draft_options(args)),
+    is_lookup = args.speculative_config.method in LOOKUP_METHODS
+    drafter = _lookup_drafter(args) if is_lookup else _load_draft_model(args)
+    return ProposerCore(drafter, args.max_draft_tokens, args.specgw.proposer.max_sessions)
+
+
+def _load_draft_model(args: EngineArgs) -> Drafter:
+    from proposer_svc.draft_model import load_draft_model  # takes torch along
+
+    return load_draft_model(args)
+
+
+def _lookup_drafter(args: EngineArgs) -> Drafter:
+    config, settings = args.speculative_config, args.specgw.proposer
+    assert config is not None
+    return LookupDrafter(
+        build_lookup(config),
+        settings.max_sessions,
         settings.max_num_batched_tokens,
-        tokenizer_size(resolve_model(args.speculative_config.model)),
+        config.max_model_len or args.max_model_len or DEFAULT_MAX_MODEL_LEN,
     )
-    return ProposerCore(drafter, args.max_draft_tokens, settings.max_sessions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +127,10 @@ class ProposerCore:
         for session_id in step.close:
             self._table.remove(verifier_id, session_id)
         return refusals
+
+    def enter_thread(self) -> None:
+        """Called once by the thread that will own the core, if another one built it."""
+        self._drafter.enter_thread()
 
     def has_work(self) -> bool:
         return self._drafter.has_work()
