@@ -82,6 +82,7 @@ class OpenAIApi:
                 params,
                 max_draft_tokens=body.num_speculative_tokens,
                 default_max_tokens=DEFAULT_COMPLETION_TOKENS,
+                cache_salt=body.cache_salt or "",
             )
             for index, prompt in enumerate(body.prompts)
         ]
@@ -91,6 +92,7 @@ class OpenAIApi:
             system_fingerprint=self._system_fingerprint,
             return_token_ids=bool(body.return_token_ids),
             max_draft_tokens=self._args.max_draft_tokens,
+            with_prompt_details=self._args.enable_prompt_tokens_details,
             num_prompts=len(generations),
         )
         return await self._respond(request, body, form, generations)
@@ -105,6 +107,7 @@ class OpenAIApi:
             await self._chat_token_ids(body),
             params,
             max_draft_tokens=body.num_speculative_tokens,
+            cache_salt=body.cache_salt or "",
             names=FieldNames(prompt="messages"),
         )
         form = ChatFormat(
@@ -113,6 +116,7 @@ class OpenAIApi:
             system_fingerprint=self._system_fingerprint,
             return_token_ids=bool(body.return_token_ids),
             max_draft_tokens=self._args.max_draft_tokens,
+            with_prompt_details=self._args.enable_prompt_tokens_details,
         )
         return await self._respond(request, body, form, [generation])
 

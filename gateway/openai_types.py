@@ -86,6 +86,7 @@ class _Request(BaseModel):
     request_id: str | None = None
     return_token_ids: bool | None = None
     num_speculative_tokens: int | None = None
+    cache_salt: Annotated[str, Field(pattern=r"^[^@/\\\x00]{1,128}$")] | None = None
 
     @model_validator(mode="after")
     def _refuse_by_name(self) -> Self:

@@ -60,6 +60,7 @@ class RequestBuilder:
         *,
         max_draft_tokens: int | None = None,
         default_max_tokens: int | None = None,
+        cache_salt: str = "",
         names: FieldNames = FieldNames(),
     ) -> GenerateRequest:
         """Returns the request with its seed and its number of output tokens.
@@ -75,7 +76,8 @@ class RequestBuilder:
         if model is None:
             raise NotReady(f"no verifier was reached yet ({self._router.states})")
         _check_token_ids(names.prompt, prompt_token_ids, model)
-        _check_token_ids("stop_token_ids", params.stop_token_ids, model)
+        for name, token_ids in params.token_ids().items():
+            _check_token_ids(name, token_ids, model)
         if max_draft_tokens is not None and not 0 <= max_draft_tokens <= self._max_draft_tokens:
             rule = f"must be in [0, {self._max_draft_tokens}], the number configured"
             raise InvalidRequest(names.max_draft_tokens, max_draft_tokens, rule)
@@ -91,7 +93,11 @@ class RequestBuilder:
         if params.seed is None:  # drawn here, so that another verifier can go on with it
             params = replace(params, seed=self._seeds.getrandbits(63))
         return GenerateRequest(
-            request_id, prompt_token_ids, params, max_draft_tokens=max_draft_tokens
+            request_id,
+            prompt_token_ids,
+            params,
+            max_draft_tokens=max_draft_tokens,
+            cache_salt=cache_salt,
         )
 
     def _room(self, num_prompt_tokens: int, names: FieldNames) -> int:

@@ -24,7 +24,10 @@ def build_batch(
         max_num_batched_tokens: Most rows of the pass, those that drafting adds included.
         mask_rows: Rows that drafting adds to a session's own missing ones.
     """
-    work = sorted((one for one in sessions if one.has_work), key=_urgency)
+    work = [one for one in sessions if one.has_work]
+    for one in work:
+        one.reuse()
+    work.sort(key=_urgency)
     rows_left = prefill_left = max_num_batched_tokens
     if work and _is_nearly_ready(work[0]):
         prefill_left = PREFILL_CHUNK

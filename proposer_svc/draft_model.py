@@ -128,6 +128,8 @@ def draft(runner: ModelRunner, batch: Sequence[tuple[DraftRows, int]]) -> list[D
     """
     ready = [one for one, rows in batch if _completes(one, rows)]
     logits = runner.forward([_missing_chunk(one, rows) for one, rows in batch])
+    for one, _ in batch:
+        one.publish()
     drafting = _append_most_probable(ready, logits)
     while drafting:
         last = [SequenceChunk(one.cache, one.draft_token_ids[-1:], 1) for one in drafting]

@@ -163,7 +163,10 @@ class ProposerCore:
         if self._table.is_full:
             self._table.refuse(verifier_id, session_id, UndraftedReason.NO_SLOT)
             return
-        session = Session(verifier_id, session_id, list(opened.token_ids), verifier.num_ids)
+        session = Session(
+            *(verifier_id, session_id, list(opened.token_ids), verifier.num_ids),
+            cache_salt=opened.cache_salt,
+        )
         self._table.add(session)
         self._drafter.open(session)
 

@@ -25,6 +25,7 @@ from specgw.types import (
     SamplingParams,
     SpeculationStats,
 )
+from verifier_svc.custom_processors import load_processors
 from verifier_svc.drafting import Drafting
 from verifier_svc.scheduler import Scheduler, SchedulerLimits
 from verifier_svc.session import check_request
@@ -83,7 +84,9 @@ class LLM:
             wait_for_slow_drafts=True,
         )
         self._scheduler = Scheduler(
-            Verifier(self._runner),
+            Verifier(
+                self._runner, load_processors(settings.logits_processors, self._runner.vocab_size)
+            ),
             drafting,
             SchedulerLimits(
                 args.max_num_seqs,

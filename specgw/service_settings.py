@@ -65,6 +65,8 @@ class VerifierSettings(Frozen):
     """Longest wait for a block. Usually it is far shorter: it follows the proposer's answers."""
     wait_for_slow_drafts: bool = False
     """Waits for a proposer even if its blocks take longer than they can save. For tests."""
+    logits_processors: tuple[str, ...] = ()
+    """Your own changes to logits, `package.module:Class`; `docs/sampling.md` has the interface."""
     drain_grace_s: Seconds = 30.0
     """How long running requests may go on after SIGTERM."""
 

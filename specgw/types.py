@@ -5,7 +5,7 @@
 
 import enum
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from specgw.errors import InvalidRequest
@@ -40,9 +40,11 @@ class UndraftedReason(enum.Enum):
 class SamplingParams:
     """How output tokens are chosen. Names, defaults and ranges are vLLM's.
 
-    `stop` strings and `skip_special_tokens` are matters of text: the gateway and `LLM` apply them,
-    the verifier never sees them. `max_tokens=None` means up to the context limit. `top_k` of 0 or
-    -1 means all.
+    What is a matter of text, `stop` and the flags from `skip_special_tokens` on, the gateway and
+    `LLM` apply; they also tokenize `bad_words` and answer `n` times. The verifier never sees these.
+    `max_tokens=None` means up to the context limit. `top_k` of 0 or -1 means all. `logprobs` and
+    `prompt_logprobs` count the most probable tokens reported beside the token itself: None is no
+    report, -1 the whole vocabulary.
 
     Raises:
         InvalidRequest: naming the field, its value and the rule.
@@ -57,16 +59,43 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     skip_special_tokens: bool = True
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    min_tokens: int = 0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    bad_words: tuple[str, ...] = ()
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    n: int = 1
+    include_stop_str_in_output: bool = False
+    detokenize: bool = True
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        for name, value in self._normalized().items():
+            object.__setattr__(self, name, value)
         for name, is_valid, rule in self._rules():
             if not is_valid:
                 raise InvalidRequest(name, getattr(self, name), rule)
 
+    def _normalized(self) -> Mapping[str, object]:
+        """Returns the fields that may be given in several forms, in the one kept."""
+        allowed = self.allowed_token_ids
+        return {
+            "stop": (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
+            "stop_token_ids": tuple(self.stop_token_ids or ()),
+            "logit_bias": dict(self.logit_bias or {}),
+            "bad_words": tuple(dict.fromkeys(self.bad_words or ())),
+            "bad_words_token_ids": tuple(tuple(ids) for ids in self.bad_words_token_ids),
+            "allowed_token_ids": None if allowed is None else tuple(allowed),
+        }
+
     def _rules(self) -> Sequence[tuple[str, bool, str]]:
+        return (*self._choice_rules(), *self._penalty_rules(), *self._end_rules())
+
+    def _choice_rules(self) -> Sequence[tuple[str, bool, str]]:
         return (
             (
                 "temperature",
@@ -80,13 +109,59 @@ class SamplingParams:
                 self.seed is None or -_INT64_MAX - 1 <= self.seed <= _INT64_MAX,
                 "must fit 64 bits",
             ),
+            ("n", self.n >= 1, "must be at least 1"),
+            ("n", self.n == 1 or not self.is_greedy, "must be 1 at temperature 0"),
+            *(
+                (name, count is None or count >= -1, "must be at least 0, or -1 for all")
+                for name, count in (
+                    ("logprobs", self.logprobs),
+                    ("prompt_logprobs", self.prompt_logprobs),
+                )
+            ),
+        )
+
+    def _penalty_rules(self) -> Sequence[tuple[str, bool, str]]:
+        repetition = self.repetition_penalty
+        return (
+            ("presence_penalty", -2 <= self.presence_penalty <= 2, "must be in [-2, 2]"),
+            ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "must be in [-2, 2]"),
+            (
+                "repetition_penalty",
+                math.isfinite(repetition) and repetition > 0,
+                "must be a finite number above 0",
+            ),
+            (
+                "logit_bias",
+                all(map(math.isfinite, self.logit_bias.values())),
+                "must have finite values",
+            ),
+            ("logit_bias", len(self.logit_bias) <= 1024, "must have at most 1024 entries"),
+            ("bad_words", all(self.bad_words), "must not contain an empty string"),
+            (
+                "bad_words",
+                len(self.bad_words_token_ids) <= 1000,
+                "must have at most 1000 forms as token ids",
+            ),
+            ("bad_words_token_ids", all(self.bad_words_token_ids), "must not be empty"),
+            ("allowed_token_ids", self.allowed_token_ids != (), "must not be empty"),
+        )
+
+    def _end_rules(self) -> Sequence[tuple[str, bool, str]]:
+        return (
             (
                 "max_tokens",
                 self.max_tokens is None or self.max_tokens >= 1,
                 "must be at least 1",
             ),
+            ("min_tokens", self.min_tokens >= 0, "must not be negative"),
+            (
+                "min_tokens",
+                self.max_tokens is None or self.min_tokens <= self.max_tokens,
+                f"must be at most max_tokens = {self.max_tokens}",
+            ),
             ("stop", all(self.stop), "must not contain an empty string"),
             ("stop", len(self.stop) <= 16, "must have at most 16 strings"),
+            ("stop", self.detokenize or not self.stop, "needs detokenize"),
             ("stop_token_ids", len(self.stop_token_ids) <= 1024, "must have at most 1024 ids"),
             ("stop_token_ids", all(i >= 0 for i in self.stop_token_ids), "must not be negative"),
         )
@@ -95,6 +170,20 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         """Whether the most probable token is always chosen; vLLM's threshold."""
         return self.temperature < 1e-5
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether tokens that occurred before are more or less probable for it."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
+
+    def token_ids(self) -> Mapping[str, Sequence[int]]:
+        """Returns every token id that the parameters name, by field."""
+        return {
+            "stop_token_ids": self.stop_token_ids,
+            "logit_bias": tuple(self.logit_bias),
+            "bad_words": tuple(i for ids in self.bad_words_token_ids for i in ids),
+            "allowed_token_ids": self.allowed_token_ids or (),
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +260,7 @@ class OpenSession:
 
     session_id: int
     token_ids: Sequence[int]
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +337,7 @@ class SpeculationStats:
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """One request to a verifier."""
+    """One request to a verifier. It shares cached prefixes with requests of the same salt only."""
 
     request_id: str
     prompt_token_ids: Sequence[int]
@@ -255,14 +345,19 @@ class GenerateRequest:
     output_token_ids: Sequence[int] = ()
     proposer_address: str = ""
     max_draft_tokens: int | None = None
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class GenerateOutput:
-    """Output tokens committed in one step; the last one of a request has a finish reason."""
+    """Output tokens committed in one step; the last one of a request has a finish reason.
+
+    The first has the seed and, with prefix caching, how many tokens were in the cache already.
+    """
 
     token_ids: Sequence[int]
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     seed: int | None = None
     speculation: SpeculationStats | None = None
+    cached_token_count: int | None = None

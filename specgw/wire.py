@@ -72,13 +72,30 @@ def sampling_params_from_pb(pb: types_pb2.SamplingParams) -> SamplingParams:
         max_tokens=pb.max_tokens or None,
         stop_token_ids=tuple(pb.stop_token_ids),
         ignore_eos=pb.ignore_eos,
+        presence_penalty=pb.presence_penalty,
+        frequency_penalty=pb.frequency_penalty,
+        repetition_penalty=pb.repetition_penalty if pb.HasField("repetition_penalty") else 1.0,
+        min_tokens=pb.min_tokens,
+        logit_bias=dict(pb.logit_bias),
+        bad_words_token_ids=tuple(
+            tuple(token_ids_from_pb(ids, "bad_words_token_ids")) for ids in pb.bad_words_token_ids
+        ),
+        allowed_token_ids=(
+            tuple(token_ids_from_pb(pb.allowed_token_ids, "allowed_token_ids"))
+            if pb.HasField("allowed_token_ids")
+            else None
+        ),
+        logprobs=pb.logprobs if pb.HasField("logprobs") else None,
+        prompt_logprobs=pb.prompt_logprobs if pb.HasField("prompt_logprobs") else None,
     )
 
 
 def sampling_params_to_pb(params: SamplingParams) -> types_pb2.SamplingParams:
     """Packs what a verifier needs; stop strings are not its business."""
-    if any(token_id > _INT32_MAX for token_id in params.stop_token_ids):
-        raise InvalidRequest("stop_token_ids", params.stop_token_ids, "must be token ids")
+    for name, token_ids in params.token_ids().items():
+        if any(not 0 <= token_id <= _INT32_MAX for token_id in token_ids):
+            raise InvalidRequest(name, token_ids, "must be token ids")
+    allowed = params.allowed_token_ids
     return types_pb2.SamplingParams(
         temperature=params.temperature,
         top_p=params.top_p,
@@ -87,6 +104,15 @@ def sampling_params_to_pb(params: SamplingParams) -> types_pb2.SamplingParams:
         max_tokens=min(params.max_tokens or 0, _INT32_MAX),
         stop_token_ids=params.stop_token_ids,
         ignore_eos=params.ignore_eos,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        repetition_penalty=params.repetition_penalty,
+        min_tokens=min(params.min_tokens, _INT32_MAX),
+        logit_bias=params.logit_bias,
+        bad_words_token_ids=[token_ids_to_pb(ids) for ids in params.bad_words_token_ids],
+        allowed_token_ids=None if allowed is None else token_ids_to_pb(allowed),
+        logprobs=params.logprobs,
+        prompt_logprobs=params.prompt_logprobs,
     )
 
 
@@ -320,7 +346,9 @@ def propose_step_to_pb(step: ProposeStep) -> proposer_pb2.ProposeStep:
     return proposer_pb2.ProposeStep(
         open=[
             proposer_pb2.OpenSession(
-                session_id=one.session_id, token_ids=token_ids_to_pb(one.token_ids)
+                session_id=one.session_id,
+                token_ids=token_ids_to_pb(one.token_ids),
+                cache_salt=one.cache_salt,
             )
             for one in step.open
         ],
@@ -340,7 +368,8 @@ def propose_step_to_pb(step: ProposeStep) -> proposer_pb2.ProposeStep:
 def _open_session_from_pb(pb: proposer_pb2.OpenSession, field: str) -> OpenSession:
     _require_at_least(1, pb.session_id, f"{field}.session_id")
     _require_at_least(1, pb.token_ids.count, f"{field}.token_ids.count")
-    return OpenSession(pb.session_id, token_ids_from_pb(pb.token_ids, f"{field}.token_ids"))
+    token_ids = token_ids_from_pb(pb.token_ids, f"{field}.token_ids")
+    return OpenSession(pb.session_id, token_ids, pb.cache_salt)
 
 
 def _commit_from_pb(pb: proposer_pb2.Commit, field: str) -> Commit:
@@ -407,6 +436,7 @@ def generate_request_from_pb(pb: verifier_pb2.GenerateRequest) -> GenerateReques
         output_token_ids=token_ids_from_pb(pb.output_token_ids, "output_token_ids"),
         proposer_address=pb.proposer_address,
         max_draft_tokens=pb.max_draft_tokens if pb.HasField("max_draft_tokens") else None,
+        cache_salt=pb.cache_salt,
     )
 
 
@@ -418,6 +448,7 @@ def generate_request_to_pb(request: GenerateRequest) -> verifier_pb2.GenerateReq
         sampling_params=sampling_params_to_pb(request.sampling_params),
         proposer_address=request.proposer_address,
         max_draft_tokens=request.max_draft_tokens,
+        cache_salt=request.cache_salt,
     )
 
 
@@ -434,6 +465,7 @@ def generate_output_from_pb(pb: verifier_pb2.GenerateResponse) -> GenerateOutput
         speculation=(
             speculation_stats_from_pb(pb.speculation) if pb.HasField("speculation") else None
         ),
+        cached_token_count=pb.cached_token_count if pb.HasField("cached_token_count") else None,
     )
 
 
@@ -445,6 +477,7 @@ def generate_output_to_pb(output: GenerateOutput) -> verifier_pb2.GenerateRespon
         stop_token_id=output.stop_token_id,
         seed=output.seed,
         speculation=speculation_stats_to_pb(output.speculation) if output.speculation else None,
+        cached_token_count=output.cached_token_count,
     )
 
 

@@ -33,6 +33,7 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer):
         eos_token_id: Ends the output unless the request ignores it.
         hold_at: Output length at which a call waits until `released` is set.
         fail_at: Output length at which a call ends with `failure`, once.
+        cached_token_count: What it says of its prefix cache in its first output.
         reports: What the verifier says of itself where that is not the default.
     """
 
@@ -49,9 +50,11 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer):
         hold_at: int | None = None,
         fail_at: int | None = None,
         failure: SpecgwError | None = None,
+        cached_token_count: int | None = None,
         **reports: Any,
     ) -> None:
         self.requests: list[GenerateRequest] = []
+        self._cached_token_count = cached_token_count
         self.deadlines_s: list[float] = []
         self.open_count = 0
         self.cancelled_count = 0
@@ -121,6 +124,7 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer):
         stats = SpeculationStats()
         stats.count_undrafted(UndraftedReason.DISABLED)
         position = len(request.output_token_ids)
+        num_cached = self._cached_token_count
         while True:
             await self._interrupt(position)
             block = token_ids[position : min(position + self._block_size, end)]
@@ -128,7 +132,13 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer):
             if request.max_draft_tokens != 0 and self._block_size > 1 and block:
                 stats.count_round(self._block_size, min(len(block), self._block_size - 1))
             if position < end:
-                yield GenerateOutput(block, seed=params.seed, speculation=stats.copy())
+                yield GenerateOutput(
+                    block,
+                    seed=params.seed,
+                    speculation=stats.copy(),
+                    cached_token_count=num_cached,
+                )
+                num_cached = None
                 continue
             yield GenerateOutput(
                 block,
@@ -136,6 +146,7 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer):
                 token_ids[end - 1] if stop_at else None,
                 params.seed,
                 stats.copy(),
+                num_cached,
             )
             return
 

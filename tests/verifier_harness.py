@@ -14,6 +14,7 @@ from specgw.types import (
     SamplingParams,
     SpeculationStats,
 )
+from verifier_svc.custom_processors import CustomLogitsProcessor
 from verifier_svc.drafting import Drafting
 from verifier_svc.scheduler import Scheduler, SchedulerLimits
 from verifier_svc.verifier import Verifier
@@ -52,12 +53,13 @@ class InlineVerifier:
         max_waiting_requests: int = 1_000,
         wait_for_slow_drafts: bool = True,
         draft_timeout_s: float = 10.0,
+        custom_processors: Sequence[CustomLogitsProcessor] = (),
     ) -> None:
         self.runner = runner
         self.answers: dict[int, Answer] = {}
         self.drafting = Drafting(links, runner.vocab_size, draft_timeout_s, wait_for_slow_drafts)
         self.scheduler = Scheduler(
-            Verifier(runner),
+            Verifier(runner, custom_processors),
             self.drafting,
             SchedulerLimits(
                 max_num_seqs, max_num_batched_tokens, max_waiting_requests, max_draft_tokens

@@ -289,7 +289,8 @@ class Drafting:
         session.draft.is_open = True
         session.draft.known_length = len(session.context)
         peer.session_ids.add(session.session_id)
-        peer.open.append(OpenSession(session.session_id, tuple(session.context)))
+        salt = session.request.cache_salt
+        peer.open.append(OpenSession(session.session_id, tuple(session.context), salt))
 
     def _refused(self, peer: _Peer, session: Session, reason: UndraftedReason, now: float) -> None:
         peer.session_ids.discard(session.session_id)

@@ -46,6 +46,8 @@ class Snapshot:
     step_count: int
     output_token_count: int
     preemption_count: int
+    prefix_query_count: int  # tokens of started requests
+    prefix_hit_count: int  # those of them whose rows were cached
     proposers: tuple[ProposerStatus, ...]
     speculation: SpeculationStats
 
@@ -83,6 +85,7 @@ class Scheduler:
         self._outputs: list[tuple[int, GenerateOutput | SpecgwError]] = []
         self._speculation = SpeculationStats()
         self._step_count = self._output_token_count = self._preemption_count = 0
+        self._prefix_query_count = self._prefix_hit_count = 0
         self._num_failed_in_a_row = 0
         self._is_stopping = False
         self.snapshot = self._take_snapshot()
@@ -171,6 +174,7 @@ class Scheduler:
             max_draft_tokens=self._limits.max_draft_tokens,
             max_model_len=runner.max_model_len,
             eos_token_ids=runner.eos_token_ids,
+            processors=self._verifier.processors_for(event.request),
         )
         self._sessions[session.session_id] = session
         self._waiting.append(session)
@@ -183,14 +187,23 @@ class Scheduler:
         while self._waiting and self._free_seqs > 0:
             session = self._waiting[0]
             cache = self._verifier.runner.kv_cache.new_sequence()
+            session.reuse_rows(cache)
             try:
                 cache.reserve(len(session.context) + max(session.draft_room(), 0))
             except OutOfBlocks:
                 cache.release()
                 return
             session.cache = cache
+            self._count_reused(session)
             self._running.append(self._waiting.popleft())
             self._drafting.open(session, now)
+
+    def _count_reused(self, session: Session) -> None:
+        """Counts what a session begins with, as vLLM does: not again when it was preempted."""
+        if session.num_reused is None and self._verifier.runner.kv_cache.has_prefix_cache:
+            session.num_reused = session.num_cached
+            self._prefix_query_count += len(session.context)
+            self._prefix_hit_count += session.num_cached
 
     # 2. Build one ragged batch.
 
@@ -265,6 +278,7 @@ class Scheduler:
             is_complete=is_complete,
             sampling_params=session.request.sampling_params,
             seed=session.seed,
+            processors=session.processors,
         )
 
     def _preempt(self, session: Session) -> None:
@@ -310,9 +324,12 @@ class Scheduler:
         for (session, rows), result in zip(batch, verified or (), strict=False):
             if rows.is_complete:
                 self._commit_session(session, rows, result)
+            else:
+                session.publish_rows()
 
     def _commit_session(self, session: Session, rows: VerifyRows, result: Verified) -> None:
         kept, finish_reason, stop_token_id = session.append(result.output_token_ids)
+        session.publish_rows()
         self._count(session, rows, min(result.num_accepted, len(kept)))
         self._output_token_count += len(kept)
         output = GenerateOutput(
@@ -321,6 +338,7 @@ class Scheduler:
             stop_token_id=stop_token_id,
             seed=None if session.has_started else session.seed,
             speculation=session.speculation.copy(),
+            cached_token_count=None if session.has_started else session.num_reused,
         )
         session.has_started = True
         self._outputs.append((session.session_id, output))
@@ -369,6 +387,8 @@ class Scheduler:
             step_count=self._step_count,
             output_token_count=self._output_token_count,
             preemption_count=self._preemption_count,
+            prefix_query_count=self._prefix_query_count,
+            prefix_hit_count=self._prefix_hit_count,
             proposers=self._drafting.status(),
             speculation=self._speculation.copy(),
         )

@@ -24,6 +24,7 @@ from specgw.handshake import build_hello
 from specgw.link import ProposerLink
 from specgw.types import GenerateOutput, VerifierInfo
 from specgw.v1 import verifier_pb2, verifier_pb2_grpc
+from verifier_svc.custom_processors import load_processors
 from verifier_svc.drafting import Drafting
 from verifier_svc.metrics import VerifierMetrics
 from verifier_svc.scheduler import Scheduler, SchedulerLimits, Snapshot
@@ -66,7 +67,7 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
             on_answer=metrics.observe_answer,
         )
         self._scheduler = Scheduler(
-            Verifier(runner),
+            Verifier(runner, load_processors(settings.logits_processors, runner.vocab_size)),
             drafting,
             SchedulerLimits(
                 args.max_num_seqs,

@@ -3,9 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from specgw.engine.block_hashes import BlockHashes
 from specgw.engine.kv_cache import SequenceCache
 from specgw.errors import InvalidRequest
 from specgw.types import FinishReason, GenerateRequest, SpeculationStats, UndraftedReason
+from verifier_svc.logits_processors import RowProcessors
 
 
 @dataclass(slots=True)
@@ -55,9 +57,12 @@ class Session:
     length_limit: int  # The context may not grow longer than this many tokens.
     stop_token_ids: frozenset[int]
     context: list[int]
+    block_hashes: BlockHashes
+    processors: RowProcessors | None = None
     cache: SequenceCache | None = None
     draft: DraftState = field(default_factory=DraftState)
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
+    num_reused: int | None = None  # rows it began with; none before, and without a prefix cache
     has_started: bool = False
 
     @property
@@ -74,6 +79,16 @@ class Session:
     def is_decoding(self) -> bool:
         """Whether only the last context token is missing from the cache."""
         return self.num_cached == len(self.context) - 1
+
+    def reuse_rows(self, cache: SequenceCache) -> None:
+        """Begins an empty cache with the rows that others have left; the last one is computed."""
+        cache.adopt(self.block_hashes.within(self.context, len(self.context) - 1))
+
+    def publish_rows(self) -> None:
+        """Lets others use the rows of the context. There must be none of draft tokens."""
+        if self.cache is not None:
+            length = min(self.cache.length, len(self.context))
+            self.cache.publish(self.block_hashes.within(self.context, length))
 
     def draft_room(self) -> int:
         """Draft tokens that can still be of use: the round adds one token of its own."""
@@ -104,6 +119,7 @@ def open_session(
     max_draft_tokens: int,
     max_model_len: int,
     eos_token_ids: Sequence[int],
+    processors: RowProcessors | None = None,
 ) -> Session:
     """Builds the session of a request that `check_request` has passed."""
     params = request.sampling_params
@@ -122,6 +138,8 @@ def open_session(
             (*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids))
         ),
         context=[*request.prompt_token_ids, *request.output_token_ids],
+        block_hashes=BlockHashes(request.cache_salt),
+        processors=processors,
     )
 
 
@@ -143,7 +161,7 @@ def check_request(
     for name, token_ids in (
         ("prompt_token_ids", request.prompt_token_ids),
         ("output_token_ids", request.output_token_ids),
-        ("stop_token_ids", params.stop_token_ids),
+        *params.token_ids().items(),
     ):
         for outside in (i for i in token_ids if not 0 <= i < vocab_size):
             raise InvalidRequest(name, outside, f"must be in [0, {vocab_size})")

@@ -11,7 +11,9 @@ from torch import Tensor
 from specgw.engine.kv_cache import SequenceCache
 from specgw.engine.model_runner import ModelRunner, SequenceChunk
 from specgw.engine.sampling import RowSampling, sample
-from specgw.types import SamplingParams
+from specgw.types import GenerateRequest, SamplingParams
+from verifier_svc.custom_processors import CustomLogitsProcessor
+from verifier_svc.logits_processors import RowProcessors, build_processors
 from verifier_svc.rejection_sampler import accept_matching
 
 
@@ -30,6 +32,7 @@ class VerifyRows:
     is_complete: bool
     sampling_params: SamplingParams
     seed: int
+    processors: RowProcessors | None = None
 
     @property
     def num_rows(self) -> int:
@@ -53,8 +56,22 @@ class Verified:
 class Verifier:
     """The target model and the rule by which it accepts drafts."""
 
-    def __init__(self, runner: ModelRunner) -> None:
+    def __init__(
+        self, runner: ModelRunner, custom_processors: Sequence[CustomLogitsProcessor] = ()
+    ) -> None:
         self.runner = runner
+        self._custom_processors = custom_processors
+
+    def processors_for(self, request: GenerateRequest) -> RowProcessors | None:
+        """Returns the session's processors of logits; None if it needs none."""
+        runner = self.runner
+        return build_processors(
+            request,
+            self._custom_processors,
+            runner.vocab_size,
+            runner.eos_token_ids,
+            runner.device,
+        )
 
     def verify(self, batch: Sequence[VerifyRows]) -> list[Verified]:
         """Runs one forward pass and leaves exactly the accepted tokens in every cache."""
@@ -64,7 +81,7 @@ class Verifier:
         first = 0
         for rows in batch:
             last = first + rows.num_logits
-            if rows.sampling_params.is_greedy:
+            if rows.sampling_params.is_greedy and rows.processors is None:
                 draws = iter(most_probable[first:last])
             else:
                 draws = _draws(rows, logits[first:last])
@@ -84,7 +101,10 @@ def _draws(
 ) -> Iterator[int]:
     """Draws the target's token of one row after the other, as far as they are asked for."""
     params = rows.sampling_params
-    for offset in range(len(logits)):
+    processed = iter(logits)
+    if rows.processors is not None:
+        processed = rows.processors.rows(logits, rows.draft_token_ids)
+    for offset, row_logits in enumerate(processed):
         row = RowSampling(
             temperature=params.temperature,
             top_p=params.top_p,
@@ -92,7 +112,7 @@ def _draws(
             seed=rows.seed,
             position=rows.context_length + offset,
         )
-        yield sample(logits[offset : offset + 1], [row])[0]
+        yield sample(row_logits.unsqueeze(0), [row])[0]
 
 
 def _accept(rows: VerifyRows, draws: Iterator[int]) -> Verified:
@@ -100,4 +120,6 @@ def _accept(rows: VerifyRows, draws: Iterator[int]) -> Verified:
         return Verified((), 0)
     output, num_accepted = accept_matching(rows.draft_token_ids, draws)
     rows.cache.truncate(rows.context_length + num_accepted)
+    if rows.processors is not None:
+        rows.processors.commit(output)
     return Verified(output, num_accepted)

@@ -269,8 +269,11 @@ class OpenSession(_message.Message):
 
     SESSION_ID_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
     session_id: _builtins.int
     """Identifies the session among those of the verifier. At least 1, never used for another request."""
+    cache_salt: _builtins.str
+    """Sessions share cached prefixes only with sessions of the same salt. Empty is a salt like any other."""
     @_builtins.property
     def token_ids(self) -> _types_pb2.TokenIds:
         """The whole context: prompt and committed output. At least one token."""
@@ -280,10 +283,11 @@ class OpenSession(_message.Message):
         *,
         session_id: _builtins.int = ...,
         token_ids: _types_pb2.TokenIds | None = ...,
+        cache_salt: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["session_id", b"session_id", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "session_id", b"session_id", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

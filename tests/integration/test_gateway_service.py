@@ -239,6 +239,44 @@ class TestOpenAI:
         assert choices[-1]["finish_reason"] == "stop"
         assert choices[-1]["stop_reason"] == "said"
 
+    @pytest.mark.parametrize("stream", [False, True])
+    async def test_usage_tells_how_much_of_the_prompt_was_cached_if_configured(
+        self, stream: bool, make_verifier: MakeVerifier, run_gateway: RunGateway
+    ) -> None:
+        details = []
+        for is_on in (True, False):
+            verifier = make_verifier(cached_token_count=2)
+            body: dict[str, Any] = {"prompt": [5, 6, 7], "stream": stream}
+            if stream:
+                body["stream_options"] = {"include_usage": True}
+            async with (
+                ready(run_gateway, [verifier], enable_prompt_tokens_details=is_on) as gateway,
+                http(gateway) as client,
+            ):
+                answer = await client.post("/v1/completions", json=body)
+                metrics = (await client.get("/metrics")).text
+            last = [event async for event in events(answer)][-1] if stream else answer.json()
+            details.append(last["usage"].get("prompt_tokens_details"))
+            for name, value in (("queries", 3), ("hits", 2)):
+                line = f'vllm:prefix_cache_{name}_total{{engine="0",model_name="scripted"}} {value}'
+                assert line in metrics
+
+        assert details == [{"cached_tokens": 2}, None]
+
+    async def test_a_cache_salt_reaches_the_verifier(
+        self, make_verifier: MakeVerifier, run_gateway: RunGateway
+    ) -> None:
+        verifier = make_verifier()
+        async with ready(run_gateway, [verifier]) as gateway, http(gateway) as client:
+            for salt in ({"cache_salt": "tenant"}, {}):
+                await client.post("/v1/completions", json={"prompt": [5], **salt})
+            refused = await client.post(
+                "/v1/completions", json={"prompt": [5], "cache_salt": "a/b"}
+            )
+
+        assert [one.cache_salt for one in verifier.requests] == ["tenant", ""]
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "cache_salt")
+
     async def test_several_prompts_give_several_choices_in_order(
         self, make_verifier: MakeVerifier, run_gateway: RunGateway, tokenizer: Tokenizer
     ) -> None:

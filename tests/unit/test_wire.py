@@ -55,7 +55,7 @@ verifier_infos = st.builds(
 )
 steps = st.builds(
     ProposeStep,
-    open=st.lists(st.builds(OpenSession, session_ids, some_token_ids), max_size=3),
+    open=st.lists(st.builds(OpenSession, session_ids, some_token_ids, texts), max_size=3),
     commit=st.lists(st.builds(Commit, session_ids, counts, token_ids, counts), max_size=3),
     close=st.lists(session_ids, max_size=3),
 )
@@ -83,6 +83,14 @@ sampling_params = st.builds(
     max_tokens=st.none() | st.integers(1, 2**31 - 1),
     stop_token_ids=st.lists(counts, max_size=3),
     ignore_eos=st.booleans(),
+    presence_penalty=st.floats(-2, 2),
+    frequency_penalty=st.floats(-2, 2),
+    repetition_penalty=st.floats(0, 9, exclude_min=True),
+    logit_bias=st.dictionaries(counts, st.floats(-100, 100, width=32), max_size=3),
+    bad_words_token_ids=st.lists(st.lists(counts, min_size=1, max_size=3), max_size=3),
+    allowed_token_ids=st.none() | st.lists(counts, min_size=1, max_size=3),
+    logprobs=st.none() | st.integers(-1, 20),
+    prompt_logprobs=st.none() | st.integers(-1, 20),
 )
 generate_requests = st.builds(
     GenerateRequest,
@@ -92,6 +100,7 @@ generate_requests = st.builds(
     output_token_ids=token_ids,
     proposer_address=texts,
     max_draft_tokens=st.none() | int32s,
+    cache_salt=texts,
 )
 generate_outputs = st.builds(
     GenerateOutput,
@@ -100,6 +109,7 @@ generate_outputs = st.builds(
     stop_token_id=st.none() | int32s,
     seed=st.none() | int64s,
     speculation=st.none() | stats,
+    cached_token_count=st.none() | counts,
 )
 
 

@@ -1,0 +1,227 @@
+"""Changes the target's logits before temperature: penalties, bias and masks, in vLLM's order.
+
+A row of a verify block is judged by its own prefix: prompt, output and the draft tokens before it.
+Draft tokens follow hypothetically and are taken back when the block is verified. A session whose
+parameters ask for nothing has no processors and pays nothing.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from specgw.types import GenerateRequest, SamplingParams
+from verifier_svc.custom_processors import CustomLogitsProcessor
+
+
+class LogitsProcessor(Protocol):
+    """One session's rule on logits, with whatever it remembers of the output.
+
+    `advance` and `take_back` keep it at the row's prefix: tokens come in order, and only the last
+    ones are ever taken back.
+    """
+
+    def apply(
+        self,
+        logits: Tensor,  # [vocab_size] float32
+        output_token_ids: Sequence[int],
+    ) -> None:
+        """Changes the logits, in place, of the token that follows `output_token_ids`."""
+
+    def advance(self, token_id: int) -> None:
+        """Takes one more output token, drafted or committed."""
+
+    def take_back(self, token_ids: Sequence[int]) -> None:
+        """Forgets the last tokens of the output, which were these."""
+
+
+class RowProcessors:
+    """A session's processors and the output that they have seen."""
+
+    def __init__(
+        self, processors: Sequence[LogitsProcessor], output_token_ids: Sequence[int] = ()
+    ) -> None:
+        self._processors = processors
+        self._output: list[int] = []
+        self._num_committed = 0
+        self.commit(output_token_ids)
+
+    def rows(
+        self,
+        logits: Tensor,  # [num_rows, vocab_size]
+        draft_token_ids: Sequence[int],  # [num_rows - 1]
+    ) -> Iterator[Tensor]:  # each [vocab_size] float32
+        """Yields the processed logits of one row after the other, as far as they are asked for.
+
+        The raw logits stay as they are. To be followed by `commit`.
+        """
+        for offset, raw in enumerate(logits):
+            if offset:
+                self._advance(draft_token_ids[offset - 1])
+            row = raw.to(torch.float32, copy=True)
+            for processor in self._processors:
+                processor.apply(row, self._output)
+            yield row
+
+    def commit(self, token_ids: Sequence[int]) -> None:
+        """Takes output tokens for good, and back what was drafted in their place."""
+        drafted = self._output[self._num_committed :]
+        num_kept = 0
+        for token_id, draft in zip(token_ids, drafted, strict=False):
+            if token_id != draft:
+                break
+            num_kept += 1
+        if num_kept < len(drafted):
+            self._take_back(len(drafted) - num_kept)
+        for token_id in token_ids[num_kept:]:
+            self._advance(token_id)
+        self._num_committed = len(self._output)
+
+    def _advance(self, token_id: int) -> None:
+        self._output.append(token_id)
+        for processor in self._processors:
+            processor.advance(token_id)
+
+    def _take_back(self, count: int) -> None:
+        token_ids = self._output[-count:]
+        del self._output[-count:]
+        for processor in self._processors:
+            processor.take_back(token_ids)
+
+
+class _Stateless:
+    """What processors are that need nothing but the output as it stands."""
+
+    def advance(self, token_id: int) -> None:
+        """Remembers nothing."""
+
+    def take_back(self, token_ids: Sequence[int]) -> None:
+        """Has nothing to forget."""
+
+
+class AllowedTokens(_Stateless):
+    """Takes all probability from every other token."""
+
+    def __init__(self, masked: Tensor) -> None:  # [vocab_size] bool
+        self._masked = masked
+
+    def apply(self, logits: Tensor, output_token_ids: Sequence[int]) -> None:
+        logits.masked_fill_(self._masked, -torch.inf)
+
+
+class BadWords(_Stateless):
+    """Takes all probability from a token that would complete a forbidden sequence in the output."""
+
+    def __init__(self, sequences: Sequence[Sequence[int]]) -> None:
+        self._sequences = [(list(ids[:-1]), ids[-1]) for ids in sequences]
+
+    def apply(self, logits: Tensor, output_token_ids: Sequence[int]) -> None:
+        for prefix, last in self._sequences:
+            first = len(output_token_ids) - len(prefix)
+            if first >= 0 and output_token_ids[first:] == prefix:
+                logits[last] = -torch.inf
+
+
+class MinTokens(_Stateless):
+    """Takes all probability from the tokens that end the output until it is long enough."""
+
+    def __init__(self, min_tokens: int, end_token_ids: Tensor) -> None:  # [num_ids]
+        self._min_tokens = min_tokens
+        self._end_token_ids = end_token_ids
+
+    def apply(self, logits: Tensor, output_token_ids: Sequence[int]) -> None:
+        if len(output_token_ids) < self._min_tokens:
+            logits[self._end_token_ids] = -torch.inf
+
+
+class LogitBias(_Stateless):
+    """Adds a bias to the logits of some tokens."""
+
+    def __init__(self, token_ids: Tensor, biases: Tensor) -> None:  # [num_ids] each
+        self._token_ids = token_ids
+        self._biases = biases
+
+    def apply(self, logits: Tensor, output_token_ids: Sequence[int]) -> None:
+        logits[self._token_ids] += self._biases
+
+
+class CustomRule(_Stateless):
+    """Lets a processor of the operator's own change the logits."""
+
+    def __init__(self, processor: CustomLogitsProcessor, prompt_token_ids: Sequence[int]) -> None:
+        self._processor = processor
+        self._prompt_token_ids = prompt_token_ids
+
+    def apply(self, logits: Tensor, output_token_ids: Sequence[int]) -> None:
+        logits.copy_(self._processor(self._prompt_token_ids, tuple(output_token_ids), logits))
+
+
+class Penalties:
+    """Repetition, frequency and presence penalty, from counts that follow the output.
+
+    With c the count of a token in the output, and r, f, p the penalties: a logit x of a token in
+    the prompt or the output becomes x / r if x > 0, else x * r; then f * c + p * [c > 0] is taken
+    off.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt_token_ids: Sequence[int],
+        vocab_size: int,
+        device: torch.device,
+    ) -> None:
+        self._repetition = params.repetition_penalty
+        self._frequency = params.frequency_penalty
+        self._presence = params.presence_penalty
+        self._in_prompt = torch.zeros(vocab_size, dtype=torch.bool, device=device)
+        self._in_prompt[torch.tensor(prompt_token_ids, device=device)] = True
+        self._counts = torch.zeros(vocab_size, device=device)
+
+    def apply(self, logits: Tensor, output_token_ids: Sequence[int]) -> None:
+        in_output = self._counts > 0
+        if self._repetition != 1:
+            penalized = torch.where(
+                logits > 0, logits / self._repetition, logits * self._repetition
+            )
+            torch.where(self._in_prompt | in_output, penalized, logits, out=logits)
+        logits.sub_(self._counts, alpha=self._frequency)
+        logits.sub_(in_output.float(), alpha=self._presence)
+
+    def advance(self, token_id: int) -> None:
+        self._counts[token_id] += 1
+
+    def take_back(self, token_ids: Sequence[int]) -> None:
+        for token_id in token_ids:
+            self._counts[token_id] -= 1
+
+
+def build_processors(
+    request: GenerateRequest,
+    custom: Sequence[CustomLogitsProcessor],
+    vocab_size: int,
+    eos_token_ids: Sequence[int],
+    device: torch.device,
+) -> RowProcessors | None:
+    """Returns what a request's parameters ask for, in vLLM's order; None if that is nothing."""
+    params = request.sampling_params
+    processors: list[LogitsProcessor] = []
+    if params.allowed_token_ids is not None:
+        masked = torch.ones(vocab_size, dtype=torch.bool, device=device)
+        masked[torch.tensor(params.allowed_token_ids, device=device)] = False
+        processors.append(AllowedTokens(masked))
+    if params.bad_words_token_ids:
+        processors.append(BadWords(params.bad_words_token_ids))
+    end_token_ids = sorted({*params.stop_token_ids, *eos_token_ids})
+    if params.min_tokens and end_token_ids:  # with `ignore_eos` too, as in vLLM
+        ids = torch.tensor(end_token_ids, device=device)
+        processors.append(MinTokens(params.min_tokens, ids))
+    if params.logit_bias:
+        ids = torch.tensor(list(params.logit_bias), device=device)
+        biases = torch.tensor(list(params.logit_bias.values()), device=device)
+        processors.append(LogitBias(ids, biases))
+    processors.extend(CustomRule(one, request.prompt_token_ids) for one in custom)
+    if params.has_penalties:
+        processors.append(Penalties(params, request.prompt_token_ids, vocab_size, device))
+    return RowProcessors(processors, request.output_token_ids) if processors else None
