@@ -37,7 +37,9 @@ class LookupDrafter:
         return target.vocab_size
 
     def open(self, session: Session) -> None:
-        self._contexts[session] = self._lookup.open(session.token_ids, len(session.token_ids))
+        self._contexts[session] = self._lookup.open(
+            session.token_ids, len(session.token_ids), is_private=bool(session.cache_salt)
+        )
 
     def commit(self, session: Session, token_ids: Sequence[int]) -> None:
         """The context is the session's own list, and is read when a block is asked for."""

@@ -44,12 +44,15 @@ class Lookup(Protocol):
 
     method: str
 
-    def open(self, token_ids: list[int], prompt_length: int) -> ContextLookup:
+    def open(
+        self, token_ids: list[int], prompt_length: int, *, is_private: bool = False
+    ) -> ContextLookup:
         """Begins a context.
 
         Args:
             token_ids: The context, which grows.
             prompt_length: How many of its leading tokens are no answer.
+            is_private: Whether it shares nothing with other contexts.
         """
 
 

@@ -20,7 +20,9 @@ class NgramLookup:
     def __init__(self, min_size: int, max_size: int) -> None:
         self._min_size, self._max_size = min_size, max_size
 
-    def open(self, token_ids: list[int], prompt_length: int) -> "NgramContext":
+    def open(
+        self, token_ids: list[int], prompt_length: int, *, is_private: bool = False
+    ) -> "NgramContext":
         return NgramContext(token_ids, self._min_size, self._max_size)
 
 

@@ -62,7 +62,8 @@ class OccurrenceIndex:
         self._num_dropped += count
 
     def _chain(self, ngram: Sequence[int], limit: int) -> list[int]:
-        size, found = len(ngram), []
+        size = len(ngram)
+        found: list[int] = []
         end = self._latest[size].get(hash(tuple(ngram)), 0) - self._num_dropped
         while end >= size and len(found) < limit:
             if self.token_ids[end - size : end] != ngram:  # another one with the same hash

@@ -43,8 +43,11 @@ class SuffixLookup:
         self._settings = settings
         self._answers = _RememberedAnswers(settings.max_cached_requests)
 
-    def open(self, token_ids: list[int], prompt_length: int) -> "SuffixContext":
-        return SuffixContext(token_ids, prompt_length, self._settings, self._answers)
+    def open(
+        self, token_ids: list[int], prompt_length: int, *, is_private: bool = False
+    ) -> "SuffixContext":
+        answers = _RememberedAnswers(0) if is_private else self._answers
+        return SuffixContext(token_ids, prompt_length, self._settings, answers)
 
 
 class SuffixContext:
