@@ -1,8 +1,8 @@
 """Drafts what followed the same n-gram before: vLLM's `ngram` method (prompt lookup).
 
 As in vLLM, the longest n-gram within the window counts. Of several occurrences the latest is taken,
-as by vLLM's second runner; its first takes the earliest. `python -m benchmarks.lookup --matches`
-compares the two.
+as by vLLM's second runner; its first takes the earliest. `python -m benchmarks.lookup` compares the
+two.
 """
 
 from collections.abc import Iterator, Sequence
