@@ -13,6 +13,7 @@ class LookupDrafter:
     """Implements `Drafter` with a lookup method. Its cache is the contexts themselves."""
 
     parallel_drafting = False
+    num_passes = 0
 
     def __init__(
         self, lookup: Lookup, max_sessions: int, max_num_batched_tokens: int, max_model_len: int

@@ -37,6 +37,14 @@ class ProposerLoad:
     kv_used_tokens: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class RoundCounts:
+    """Batches that made at least one block, and the draft model's forward passes in them."""
+
+    round_count: int = 0
+    pass_count: int = 0
+
+
 def build_proposer(args: EngineArgs) -> "ProposerCore":
     """Loads what the configured method needs.
 
@@ -46,14 +54,14 @@ def build_proposer(args: EngineArgs) -> "ProposerCore":
     if args.speculative_config is None:
         raise ConfigError(["speculative_config: a proposer needs one: it names the draft model"])
     is_lookup = args.speculative_config.method in LOOKUP_METHODS
-    drafter = _lookup_drafter(args) if is_lookup else _load_draft_model(args)
+    drafter = _lookup_drafter(args) if is_lookup else _load_model_drafter(args)
     return ProposerCore(drafter, args.max_draft_tokens, args.specgw.proposer.max_sessions)
 
 
-def _load_draft_model(args: EngineArgs) -> Drafter:
-    from proposer_svc.draft_model import load_draft_model  # takes torch along
+def _load_model_drafter(args: EngineArgs) -> Drafter:
+    from proposer_svc.model_drafter import load_model_drafter  # takes torch along
 
-    return load_draft_model(args)
+    return load_model_drafter(args)
 
 
 def _lookup_drafter(args: EngineArgs) -> Drafter:
@@ -86,6 +94,7 @@ class ProposerCore:
         self._drafter = drafter
         self._verifiers: dict[str, _Verifier] = {}
         self._table = SessionTable(max_sessions, drafter.close)
+        self.rounds = RoundCounts()  # so far; replaced, never changed
         slots = drafter.method, max_draft_tokens, drafter.parallel_drafting
         self.offer = HelloAck(
             proposer_id=uuid.uuid4().hex,
@@ -136,9 +145,13 @@ class ProposerCore:
         return self._drafter.has_work()
 
     def step(self) -> list[tuple[str, DraftBlock]]:
-        began = time.perf_counter()
+        began, num_passes = time.perf_counter(), self._drafter.num_passes
         drafts = self._drafter.step(self._table)
         draft_s = time.perf_counter() - began
+        if any(draft.token_ids for draft in drafts):
+            num_passes = self._drafter.num_passes - num_passes
+            rounds = self.rounds
+            self.rounds = RoundCounts(rounds.round_count + 1, rounds.pass_count + num_passes)
         blocks = [_block(draft, draft_s) for draft in drafts if draft.session.num_wanted]
         for draft in drafts:
             draft.session.num_wanted = 0

@@ -65,6 +65,9 @@ class LLM:
         model: The target: a path, a bundled `tiny/NAME`, or a hub id.
         options: Top-level configuration keys, such as `speculative_config` or `dtype`.
 
+    Attributes:
+        proposer: What drafts, with its counts; None without a `speculative_config`.
+
     Raises:
         ConfigError: with every problem found.
     """
@@ -75,7 +78,8 @@ class LLM:
         self._tokenizer = load_tokenizer(args.tokenizer_path)
         self._runner = load_model(target_options(args))
         has_proposer = args.speculative_config is not None and not args.drafts_locally
-        self._links = [InProcessLink(build_proposer(args))] if has_proposer else []
+        self.proposer = build_proposer(args) if has_proposer else None
+        self._links = [] if self.proposer is None else [InProcessLink(self.proposer)]
         # In one thread a block is there when it is asked for: there is nothing to wait for.
         drafting = Drafting(
             self._links,
@@ -94,9 +98,11 @@ class LLM:
                 args.max_num_batched_tokens,
                 max_waiting_requests=2**31 - 1,
                 max_draft_tokens=args.max_draft_tokens,
+                max_prefill_tokens_beside_decodes=args.max_num_batched_tokens,  # nobody watches
             ),
             self._deliver,
         )
+        self._max_logprobs = args.max_logprobs
         self._seeds = random.Random(args.seed)
         self._session_ids = itertools.count(1)
         self._answers: dict[int, _Answer] = {}
@@ -138,7 +144,8 @@ class LLM:
     def _answer(self, prompt: Prompt, params: SamplingParams) -> "_Answer":
         text, token_ids = self._tokenize(prompt)
         request = GenerateRequest(uuid.uuid4().hex, token_ids, params)
-        check_request(request, self._runner.max_model_len, self._runner.vocab_size, ())
+        runner = self._runner
+        check_request(request, runner.max_model_len, runner.vocab_size, (), self._max_logprobs)
         detokenizer = Detokenizer(self._tokenizer.backend, request, self._tokenizer.eos_token_id)
         return _Answer(request, text, detokenizer)
 

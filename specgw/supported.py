@@ -35,7 +35,6 @@ SUPPORTED = (
         "{value}",
         "draft_model, ngram and suffix",
     ),
-    Supported(f"{_IN}.parallel_drafting", (False,), "parallel drafting", "one token after another"),
     Supported(
         f"{_IN}.use_heterogeneous_vocab",
         (False,),

@@ -75,6 +75,13 @@ def tokenizer_size(model_dir: Path) -> int | None:
     return max(vocab.values()) + 1 if vocab else None
 
 
+def plain_token_ids(model_dir: Path) -> list[int]:
+    """Returns the ids of tokens that are a word or part of one, in ASCII letters, in order."""
+    vocab = _read_vocab(model_dir)
+    words = ((token.lstrip("\u0120\u2581"), token_id) for token, token_id in vocab.items())
+    return sorted(token_id for word, token_id in words if word.isascii() and word.isalpha())
+
+
 def _differences(target: Mapping[str, int], draft: Mapping[str, int]) -> Iterator[str]:
     of_target = {token_id: token for token, token_id in target.items()}
     of_draft = {token_id: token for token, token_id in draft.items()}

@@ -23,6 +23,7 @@ from specgw.types import (
     ProposeStep,
     SamplingParams,
     SpeculationStats,
+    TokenLogprobs,
     UndraftedReason,
     VerifierInfo,
 )
@@ -113,6 +114,41 @@ def sampling_params_to_pb(params: SamplingParams) -> types_pb2.SamplingParams:
         allowed_token_ids=None if allowed is None else token_ids_to_pb(allowed),
         logprobs=params.logprobs,
         prompt_logprobs=params.prompt_logprobs,
+    )
+
+
+def token_logprobs_from_pb(pb: types_pb2.TokenLogprobs, field: str) -> tuple[TokenLogprobs, ...]:
+    """Unpacks log probabilities.
+
+    Raises:
+        InvalidRequest: naming `field`, if the parts do not match.
+    """
+    ids = token_ids_from_pb(pb.token_ids, f"{field}.token_ids")
+    count = len(pb.ranks)
+    if len(pb.float32_le) != 4 * len(ids) or (len(ids) % count if count else ids):
+        rule = f"must match {count} ranks and {len(pb.float32_le)} bytes of log probabilities"
+        raise InvalidRequest(f"{field}.token_ids.count", len(ids), rule)
+    values = np.frombuffer(pb.float32_le, "<f4").tolist()
+    width = len(ids) // count if count else 0
+    return tuple(
+        TokenLogprobs(
+            tuple(ids[row * width : (row + 1) * width]),
+            tuple(values[row * width : (row + 1) * width]),
+            rank,
+        )
+        for row, rank in enumerate(pb.ranks)
+    )
+
+
+def token_logprobs_to_pb(logprobs: Sequence[TokenLogprobs]) -> types_pb2.TokenLogprobs | None:
+    """Packs log probabilities, as many for each token."""
+    if not logprobs:
+        return None
+    values = np.asarray([one.logprobs for one in logprobs], "<f4")
+    return types_pb2.TokenLogprobs(
+        token_ids=token_ids_to_pb([i for one in logprobs for i in one.token_ids]),
+        float32_le=values.tobytes(),
+        ranks=[one.rank for one in logprobs],
     )
 
 
@@ -465,6 +501,8 @@ def generate_output_from_pb(pb: verifier_pb2.GenerateResponse) -> GenerateOutput
         speculation=(
             speculation_stats_from_pb(pb.speculation) if pb.HasField("speculation") else None
         ),
+        logprobs=token_logprobs_from_pb(pb.logprobs, "logprobs"),
+        prompt_logprobs=token_logprobs_from_pb(pb.prompt_logprobs, "prompt_logprobs"),
         cached_token_count=pb.cached_token_count if pb.HasField("cached_token_count") else None,
     )
 
@@ -477,6 +515,8 @@ def generate_output_to_pb(output: GenerateOutput) -> verifier_pb2.GenerateRespon
         stop_token_id=output.stop_token_id,
         seed=output.seed,
         speculation=speculation_stats_to_pb(output.speculation) if output.speculation else None,
+        logprobs=token_logprobs_to_pb(output.logprobs),
+        prompt_logprobs=token_logprobs_to_pb(output.prompt_logprobs),
         cached_token_count=output.cached_token_count,
     )
 

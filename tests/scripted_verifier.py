@@ -17,6 +17,7 @@ from specgw.types import (
     GenerateRequest,
     ModelDescription,
     SpeculationStats,
+    TokenLogprobs,
     UndraftedReason,
     VerifierInfo,
 )
@@ -125,6 +126,11 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer):
         stats.count_undrafted(UndraftedReason.DISABLED)
         position = len(request.output_token_ids)
         num_cached = self._cached_token_count
+        prompt_logprobs = (
+            ()
+            if request.output_token_ids
+            else scripted_logprobs(request.prompt_token_ids[1:], params.prompt_logprobs)
+        )
         while True:
             await self._interrupt(position)
             block = token_ids[position : min(position + self._block_size, end)]
@@ -137,8 +143,10 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer):
                     seed=params.seed,
                     speculation=stats.copy(),
                     cached_token_count=num_cached,
+                    logprobs=scripted_logprobs(block, params.logprobs),
+                    prompt_logprobs=prompt_logprobs,
                 )
-                num_cached = None
+                num_cached, prompt_logprobs = None, ()
                 continue
             yield GenerateOutput(
                 block,
@@ -147,6 +155,8 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer):
                 params.seed,
                 stats.copy(),
                 num_cached,
+                scripted_logprobs(block, params.logprobs),
+                prompt_logprobs,
             )
             return
 
@@ -166,6 +176,17 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer):
     async def _until(self, is_true: Any) -> None:
         async with asyncio.timeout(5), self.changed:
             await self.changed.wait_for(is_true)
+
+
+def scripted_logprobs(token_ids: Sequence[int], num_top: int | None) -> tuple[TokenLogprobs, ...]:
+    """Returns -id / 8 for each token, and -1, -2, ... for the tokens 0, 1, ... beside it."""
+    if num_top is None:
+        return ()
+    top, values = tuple(range(num_top)), tuple(-1.0 - i for i in range(num_top))
+    return tuple(
+        TokenLogprobs((token_id, *top), (-token_id / 8, *values), token_id + 1)
+        for token_id in token_ids
+    )
 
 
 @asynccontextmanager

@@ -16,6 +16,7 @@ from specgw.errors import Overloaded, SpecgwError
 from specgw.types import GenerateOutput, ProposerStatus, SpeculationStats
 from verifier_svc.drafting import Drafting, moving_average
 from verifier_svc.inbox import Blocks, Cancel, Event, Inbox, LinkDown, LinkUp, Stop, Submit
+from verifier_svc.prefill_budget import PrefillBudget
 from verifier_svc.session import Session, open_session
 from verifier_svc.verifier import Verified, Verifier, VerifyRows
 
@@ -34,6 +35,7 @@ class SchedulerLimits:
     max_num_batched_tokens: int
     max_waiting_requests: int
     max_draft_tokens: int
+    max_prefill_tokens_beside_decodes: int | None = None  # None for a measured one
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,7 @@ class Scheduler:
         self._running: list[Session] = []  # oldest first
         self._waiting: deque[Session] = deque()
         self._outputs: list[tuple[int, GenerateOutput | SpecgwError]] = []
+        self._prefill_budget = PrefillBudget(limits.max_prefill_tokens_beside_decodes)
         self._speculation = SpeculationStats()
         self._drafts_by_source: Counter[str] = Counter()
         self._step_count = self._output_token_count = self._preemption_count = 0
@@ -217,20 +220,29 @@ class Scheduler:
         """Takes decoding sessions first, then prefill chunks, oldest first, as rows allow.
 
         Every decoding session gets a row before any gets more for its drafts, and drafts leave room
-        for one prefill chunk.
+        for one prefill chunk. Beside decoding sessions, prefill takes no more rows than they bear.
         """
         ready = [s for s in self._running if s.draft.deadline is None]
         ready.sort(key=lambda session: not session.is_decoding)
         budget = self._limits.max_num_batched_tokens
         max_drafts = self._max_drafts_each(ready, budget)
+        prefill_budget = self._max_prefill_rows(budget)
         batch: dict[int, tuple[Session, VerifyRows]] = {}
         for session in ready:
-            if budget and session in self._running:
-                rows = self._reserve(session, budget, max_drafts, batch)
+            is_decoding = session.is_decoding
+            room = budget if is_decoding else min(budget, prefill_budget)
+            if room and session in self._running:
+                rows = self._reserve(session, room, max_drafts, batch)
                 if rows is not None:
                     batch[session.session_id] = session, rows
                     budget -= rows.num_rows
+                    prefill_budget -= 0 if is_decoding else rows.num_rows
         return list(batch.values())
+
+    def _max_prefill_rows(self, budget: int) -> int:
+        if any(session.is_decoding for session in self._running):
+            return self._prefill_budget.rows(budget)
+        return budget
 
     def _max_drafts_each(self, ready: Sequence[Session], budget: int) -> int:
         """Returns the draft tokens that leave every session its row, and prefills a chunk."""
@@ -281,6 +293,7 @@ class Scheduler:
             sampling_params=session.request.sampling_params,
             seed=session.seed,
             processors=session.processors,
+            scored_token_ids=session.tokens_to_score(first + len(missing)),
         )
 
     def _preempt(self, session: Session) -> None:
@@ -315,7 +328,9 @@ class Scheduler:
     def _report(self, batch: Sequence[tuple[Session, VerifyRows]], forward_s: float) -> None:
         self._step_count += 1
         self._on_step(StepReport(sum(rows.num_rows for _, rows in batch), forward_s))
-        if all(len(rows.missing_token_ids) == 1 for _, rows in batch):
+        missing = [len(rows.missing_token_ids) for _, rows in batch]
+        self._prefill_budget.observe(sum(count for count in missing if count > 1), forward_s)
+        if all(count == 1 for count in missing):
             self._drafting.step_s = moving_average(self._drafting.step_s, forward_s)
 
     # 4. Commit the output tokens.
@@ -324,6 +339,7 @@ class Scheduler:
         self, batch: Sequence[tuple[Session, VerifyRows]], verified: Sequence[Verified] | None
     ) -> None:
         for (session, rows), result in zip(batch, verified or (), strict=False):
+            session.prompt_logprobs.extend(result.prompt_logprobs)
             if rows.is_complete:
                 self._commit_session(session, rows, result)
             else:
@@ -340,6 +356,8 @@ class Scheduler:
             stop_token_id=stop_token_id,
             seed=None if session.has_started else session.seed,
             speculation=session.speculation.copy(),
+            logprobs=tuple(result.logprobs[: len(kept)]),
+            prompt_logprobs=() if session.has_started else tuple(session.prompt_logprobs),
             cached_token_count=None if session.has_started else session.num_reused,
         )
         session.has_started = True

@@ -22,6 +22,7 @@ from specgw.engine.model_runner import ModelRunner
 from specgw.errors import NotReady, SpecgwError
 from specgw.handshake import build_hello
 from specgw.link import ProposerLink
+from specgw.telemetry import tell_simulation
 from specgw.types import GenerateOutput, VerifierInfo
 from specgw.v1 import verifier_pb2, verifier_pb2_grpc
 from verifier_svc.custom_processors import load_processors
@@ -77,10 +78,13 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
                 args.max_num_batched_tokens,
                 settings.max_waiting_requests,
                 args.max_draft_tokens,
+                settings.max_prefill_tokens_beside_decodes,
             ),
             self._deliver,
             metrics.observe_step,
         )
+        if runner.description.is_simulated:
+            tell_simulation(metrics.registry, "verifier")
         metrics.watch(lambda: self.snapshot, runner.kv_cache.capacity_tokens)
         self._thread = threading.Thread(target=self._run_engine, name="engine", daemon=True)
 
@@ -121,6 +125,7 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
             self._runner.max_model_len,
             self._runner.vocab_size,
             self._proposers,
+            self._args.max_logprobs,
         )
         seed = generate_request.sampling_params.seed
         if seed is None:

@@ -6,7 +6,13 @@ from dataclasses import dataclass, field
 from specgw.engine.block_hashes import BlockHashes
 from specgw.engine.kv_cache import SequenceCache
 from specgw.errors import InvalidRequest
-from specgw.types import FinishReason, GenerateRequest, SpeculationStats, UndraftedReason
+from specgw.types import (
+    FinishReason,
+    GenerateRequest,
+    SpeculationStats,
+    TokenLogprobs,
+    UndraftedReason,
+)
 from verifier_svc.logits_processors import RowProcessors
 
 
@@ -60,6 +66,7 @@ class Session:
     context: list[int]
     block_hashes: BlockHashes
     processors: RowProcessors | None = None
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     cache: SequenceCache | None = None
     draft: DraftState = field(default_factory=DraftState)
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
@@ -81,9 +88,26 @@ class Session:
         """Whether only the last context token is missing from the cache."""
         return self.num_cached == len(self.context) - 1
 
+    def tokens_to_score(self, num_cached: int) -> Sequence[int]:
+        """Returns the prompt tokens to compute log probabilities for, if asked for.
+
+        They are those that the first `num_cached` context tokens predict, less those scored before.
+        An earlier attempt at the request has delivered them already.
+        """
+        request = self.request
+        if request.sampling_params.prompt_logprobs is None or request.output_token_ids:
+            return ()
+        return request.prompt_token_ids[1 + len(self.prompt_logprobs) : 1 + num_cached]
+
     def reuse_rows(self, cache: SequenceCache) -> None:
-        """Begins an empty cache with the rows that others have left; the last one is computed."""
-        cache.adopt(self.block_hashes.within(self.context, len(self.context) - 1))
+        """Begins an empty cache with the rows that others have left.
+
+        Rows whose logits are needed are computed: the last one, and those that score the prompt.
+        """
+        length = len(self.context) - 1
+        if self.tokens_to_score(length):
+            length = len(self.prompt_logprobs)
+        cache.adopt(self.block_hashes.within(self.context, length))
 
     def publish_rows(self) -> None:
         """Lets others use the rows of the context. There must be none of draft tokens."""
@@ -145,7 +169,11 @@ def open_session(
 
 
 def check_request(
-    request: GenerateRequest, max_model_len: int, vocab_size: int, proposers: Sequence[str]
+    request: GenerateRequest,
+    max_model_len: int,
+    vocab_size: int,
+    proposers: Sequence[str],
+    max_logprobs: int,
 ) -> None:
     """Refuses a request that can never be served, before any work.
 
@@ -153,6 +181,7 @@ def check_request(
         InvalidRequest: naming the field and its value.
     """
     params = request.sampling_params
+    params.check_logprobs(max_logprobs)
     context_length = len(request.prompt_token_ids) + len(request.output_token_ids)
     if not request.prompt_token_ids:
         raise InvalidRequest("prompt_token_ids", [], "must have at least one token")

@@ -4,14 +4,15 @@ Knows nothing of sessions' lives, proposers or clocks: caches and tokens in, out
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from specgw.engine.kv_cache import SequenceCache
+from specgw.engine.logprobs import token_logprobs
 from specgw.engine.model_runner import ModelRunner, SequenceChunk
 from specgw.engine.sampling import RowSampling, sample
-from specgw.types import GenerateRequest, SamplingParams
+from specgw.types import GenerateRequest, SamplingParams, TokenLogprobs
 from verifier_svc.custom_processors import CustomLogitsProcessor
 from verifier_svc.logits_processors import RowProcessors, build_processors
 from verifier_svc.rejection_sampler import accept_matching
@@ -22,7 +23,8 @@ class VerifyRows:
     """One session's part of a step: context tokens not yet in the cache, then its draft tokens.
 
     `is_complete` is false for a prefill chunk that stops short of the context's end; it has no
-    drafts and gives no output.
+    drafts and gives no output. `scored_token_ids` are prompt tokens whose log probabilities are
+    asked for; the rows that predict them are the last ones before those that are verified.
     """
 
     cache: SequenceCache
@@ -33,6 +35,7 @@ class VerifyRows:
     sampling_params: SamplingParams
     seed: int
     processors: RowProcessors | None = None
+    scored_token_ids: Sequence[int] = ()
 
     @property
     def num_rows(self) -> int:
@@ -41,16 +44,26 @@ class VerifyRows:
 
     @property
     def num_logits(self) -> int:
-        """Last rows whose logits are needed: one for each draft token, and one more."""
+        """Last rows whose logits are needed."""
+        return len(self.scored_token_ids) + self.num_verified
+
+    @property
+    def num_verified(self) -> int:
+        """Last rows that are verified: one for each draft token, and one more."""
         return len(self.draft_token_ids) + 1 if self.is_complete else 0
 
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """What one session's rows gave: accepted draft tokens, then one token of the target's own."""
+    """What one session's rows gave: accepted draft tokens, then one token of the target's own.
+
+    Log probabilities are there if asked for: of the output tokens, and of the prompt's.
+    """
 
     output_token_ids: Sequence[int]
     num_accepted: int
+    logprobs: Sequence[TokenLogprobs] = ()
+    prompt_logprobs: Sequence[TokenLogprobs] = ()
 
 
 class Verifier:
@@ -81,11 +94,12 @@ class Verifier:
         first = 0
         for rows in batch:
             last = first + rows.num_logits
+            scored, first = logits[first : last - rows.num_verified], last - rows.num_verified
             if rows.sampling_params.is_greedy and rows.processors is None:
                 draws = iter(most_probable[first:last])
             else:
                 draws = _draws(rows, logits[first:last])
-            results.append(_accept(rows, draws))
+            results.append(_with_logprobs(rows, _accept(rows, draws), scored, logits[first:last]))
             first = last
         return results
 
@@ -123,3 +137,23 @@ def _accept(rows: VerifyRows, draws: Iterator[int]) -> Verified:
     if rows.processors is not None:
         rows.processors.commit(output)
     return Verified(output, num_accepted)
+
+
+def _with_logprobs(
+    rows: VerifyRows,
+    verified: Verified,
+    scored_logits: Tensor,  # [len(scored_token_ids), vocab_size]
+    logits: Tensor,  # [num_verified, vocab_size]
+) -> Verified:
+    """Adds the log probabilities asked for: raw, so that no parameter changes them, as in vLLM.
+
+    Accepted, recovered and bonus tokens alike are drawn from the rows in order, one from each.
+    """
+    params, output = rows.sampling_params, verified.output_token_ids
+    if params.prompt_logprobs is not None and rows.scored_token_ids:
+        scored = token_logprobs(scored_logits, rows.scored_token_ids, params.prompt_logprobs)
+        verified = replace(verified, prompt_logprobs=scored)
+    if params.logprobs is not None and output:
+        scored = token_logprobs(logits[: len(output)], output, params.logprobs)
+        verified = replace(verified, logprobs=scored)
+    return verified

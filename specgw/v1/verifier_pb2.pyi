@@ -115,6 +115,8 @@ class GenerateResponse(_message.Message):
     STOP_TOKEN_ID_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
     SPECULATION_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     CACHED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     finish_reason: Global___FinishReason.ValueType
     """Why generation ended. UNSPECIFIED in every response but the last."""
@@ -132,6 +134,14 @@ class GenerateResponse(_message.Message):
     def speculation(self) -> _types_pb2.SpeculationStats:
         """What became of the draft tokens, counted from the start of this call."""
 
+    @_builtins.property
+    def logprobs(self) -> _types_pb2.TokenLogprobs:
+        """Of `token_ids`, if asked for."""
+
+    @_builtins.property
+    def prompt_logprobs(self) -> _types_pb2.TokenLogprobs:
+        """Of the prompt's tokens but the first, if asked for. Set in the first response of a first attempt."""
+
     def __init__(
         self,
         *,
@@ -140,11 +150,13 @@ class GenerateResponse(_message.Message):
         stop_token_id: _builtins.int | None = ...,
         seed: _builtins.int | None = ...,
         speculation: _types_pb2.SpeculationStats | None = ...,
+        logprobs: _types_pb2.TokenLogprobs | None = ...,
+        prompt_logprobs: _types_pb2.TokenLogprobs | None = ...,
         cached_token_count: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_cached_token_count", b"_cached_token_count", "_seed", b"_seed", "_stop_token_id", b"_stop_token_id", "cached_token_count", b"cached_token_count", "seed", b"seed", "speculation", b"speculation", "stop_token_id", b"stop_token_id", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cached_token_count", b"_cached_token_count", "_seed", b"_seed", "_stop_token_id", b"_stop_token_id", "cached_token_count", b"cached_token_count", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "seed", b"seed", "speculation", b"speculation", "stop_token_id", b"stop_token_id", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cached_token_count", b"_cached_token_count", "_seed", b"_seed", "_stop_token_id", b"_stop_token_id", "cached_token_count", b"cached_token_count", "finish_reason", b"finish_reason", "seed", b"seed", "speculation", b"speculation", "stop_token_id", b"stop_token_id", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cached_token_count", b"_cached_token_count", "_seed", b"_seed", "_stop_token_id", b"_stop_token_id", "cached_token_count", b"cached_token_count", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "seed", b"seed", "speculation", b"speculation", "stop_token_id", b"stop_token_id", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__cached_token_count: _TypeAlias = _typing.Literal["cached_token_count"]  # noqa: Y015
     _WhichOneofArgType__cached_token_count: _TypeAlias = _typing.Literal["_cached_token_count", b"_cached_token_count"]  # noqa: Y015

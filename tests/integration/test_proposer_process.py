@@ -83,7 +83,7 @@ async def test_a_lookup_proposer_drafts_without_torch(tmp_path: Path) -> None:
             step = ProposeStep([OpenSession(1, context)], [Commit(1, 13, [5], 4)])
             await call.write(wire.propose_request_to_pb(step))
             answer = wire.propose_response_from_pb(await call.read())  # type: ignore[arg-type]
-        memory_map = Path(f"/proc/{process.pid}/maps").read_text()
+        memory_map = await asyncio.to_thread(Path(f"/proc/{process.pid}/maps").read_text)
 
     assert isinstance(ack, HelloAck)
     assert (ack.draft_model.name, ack.extra_slots_per_session) == ("ngram", 0)

@@ -20,6 +20,7 @@ from specgw.types import (
     ProposeStep,
     SamplingParams,
     SpeculationStats,
+    TokenLogprobs,
     UndraftedReason,
     VerifierInfo,
 )
@@ -102,6 +103,22 @@ generate_requests = st.builds(
     max_draft_tokens=st.none() | int32s,
     cache_salt=texts,
 )
+finite = st.floats(-1e9, 0, width=32)
+
+
+@st.composite
+def logprobs(draw: st.DrawFn) -> tuple[TokenLogprobs, ...]:
+    """Draws log probabilities of as many tokens beside each."""
+    width = draw(st.integers(1, 4))
+    one = st.builds(
+        TokenLogprobs,
+        st.tuples(*[int32s] * width),
+        st.tuples(*[finite] * width),
+        counts,
+    )
+    return tuple(draw(st.lists(one, max_size=4)))
+
+
 generate_outputs = st.builds(
     GenerateOutput,
     token_ids=token_ids,
@@ -109,6 +126,8 @@ generate_outputs = st.builds(
     stop_token_id=st.none() | int32s,
     seed=st.none() | int64s,
     speculation=st.none() | stats,
+    logprobs=logprobs(),
+    prompt_logprobs=logprobs(),
     cached_token_count=st.none() | counts,
 )
 
@@ -285,3 +304,19 @@ def test_malformed_generate_requests_are_refused_by_field(
         wire.generate_request_from_pb(request_pb)
 
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("num_ids", "num_values", "num_ranks"), [(3, 3, 2), (2, 3, 1), (2, 0, 0), (0, 1, 1)]
+)
+def test_log_probabilities_whose_parts_do_not_match_are_refused(
+    num_ids: int, num_values: int, num_ranks: int
+) -> None:
+    pb = types_pb2.TokenLogprobs(
+        token_ids=wire.token_ids_to_pb([1] * num_ids),
+        float32_le=b"\0\0\0\0" * num_values,
+        ranks=[1] * num_ranks,
+    )
+
+    with pytest.raises(InvalidRequest, match=r"logprobs\.token_ids\.count: must match"):
+        wire.token_logprobs_from_pb(pb, "logprobs")

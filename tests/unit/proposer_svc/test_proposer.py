@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from proposer_svc.draft_model import DraftModelDrafter
-from proposer_svc.proposer import ProposerCore, build_proposer
+from proposer_svc.proposer import ProposerCore, RoundCounts, build_proposer
 from specgw.budget import PREFILL_CHUNK
 from specgw.config import parse_config
 from specgw.engine.model_runner import SequenceChunk
@@ -128,6 +128,17 @@ def test_after_a_rejection_one_row_is_fed(num_accepted: int) -> None:
 
     assert runner.passes == [[1], [1], [1], [1]]
     assert list(second.token_ids) == toy_continuation([3, 4, 5, 9, *committed], 4)
+
+
+def test_a_round_takes_a_pass_for_each_draft_token() -> None:
+    proposer, _ = build()
+    open_sessions(proposer, [1, 2])
+    assert proposer.rounds == RoundCounts()
+
+    for length in range(2, 7):
+        ask(proposer, Commit(1, length, [7], 4))
+
+    assert proposer.rounds == RoundCounts(round_count=5, pass_count=20)
 
 
 @settings(deadline=None)
