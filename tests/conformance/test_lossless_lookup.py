@@ -115,7 +115,7 @@ def test_best_of_two_leaves_output_unchanged(
     answers: dict[str, Answers],
 ) -> None:
     expected = answers[sampling]
-    proposers = {
+    proposers: dict[str, Callable[[], ScriptedProposer]] = {
         "oracle": lambda: ScriptedProposer(oracle(expected)),
         "liar": lambda: ScriptedProposer(liar(expected, random_runner.vocab_size)),
         "flaky": lambda: FlakyProposer(oracle(expected), every=3),
