@@ -14,6 +14,7 @@ class LookupDrafter:
 
     parallel_drafting = False
     num_passes = 0
+    vocab_mapping = None
 
     def __init__(
         self, lookup: Lookup, max_sessions: int, max_num_batched_tokens: int, max_model_len: int

@@ -106,6 +106,7 @@ class ProposerCore:
             kv_lookahead_per_session=kv_lookahead(*slots),
             max_num_batched_tokens=drafter.max_num_batched_tokens,
             kv_capacity_tokens=drafter.kv_capacity_tokens,
+            vocab_mapping=drafter.vocab_mapping,
         )
 
     def connect(self, hello: Hello) -> HelloAck:

@@ -35,12 +35,6 @@ SUPPORTED = (
         "{value}",
         "draft_model, ngram and suffix",
     ),
-    Supported(
-        f"{_IN}.use_heterogeneous_vocab",
-        (False,),
-        "drafts from another vocabulary",
-        "draft models with the target's vocabulary",
-    ),
     Supported(f"{_IN}.draft_sample_method", ("greedy",), "{value} drafts", "greedy"),
     Supported(f"{_IN}.rejection_sample_method", ("standard",), "{value} verification", "standard"),
     Supported(
