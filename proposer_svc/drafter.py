@@ -34,7 +34,6 @@ class Drafter(Protocol):
         max_num_batched_tokens: Most input rows of one forward pass.
         kv_capacity_tokens: Slots of the KV cache.
         num_passes: Forward passes of the draft model since it was loaded.
-        hidden: The target's hidden states that it needs in `Session.hidden`; None for none.
     """
 
     method: str
@@ -43,7 +42,10 @@ class Drafter(Protocol):
     max_num_batched_tokens: int
     kv_capacity_tokens: int
     num_passes: int
-    hidden: HiddenFormat | None
+
+    @property
+    def hidden(self) -> HiddenFormat | None:
+        """The target's hidden states that it needs in `Session.hidden`; None for none."""
 
     @property
     def vocab_mapping(self) -> VocabMappingSummary | None:
@@ -73,6 +75,9 @@ class Drafter(Protocol):
 
     def close(self, session: Session) -> None:
         """Frees all that it keeps for a session."""
+
+    def enter_thread(self) -> None:
+        """Called once by the thread that will call all else, if another one built it."""
 
     def has_work(self) -> bool:
         """Whether `step` has something to do."""

@@ -35,6 +35,7 @@ class DraftState:
     deadline: float | None = None
     retry_at: float = 0.0
     token_ids: Sequence[int] = ()
+    source: str = ""  # of the newest block
     reason: UndraftedReason = UndraftedReason.UNAVAILABLE
     hidden: HiddenRows = field(default_factory=HiddenRows)  # for a proposer that needs them
 

@@ -431,7 +431,7 @@ def test_logits_that_are_not_numbers_end_their_own_session_only() -> None:
 class Reader(DraftModelDrafter):
     """Drafts as if it read hidden states, and keeps those that it is given."""
 
-    hidden: HiddenFormat | None = HiddenFormat((LAST,), 2, "float16")
+    hidden = HiddenFormat((LAST,), 2, "float16")
 
     def __init__(self, runner: ToyRunner) -> None:
         super().__init__(runner, 512)
