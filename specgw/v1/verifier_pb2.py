@@ -25,25 +25,25 @@ _sym_db = _symbol_database.Default()
 from specgw.v1 import types_pb2 as specgw_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18specgw/v1/verifier.proto\x12\tspecgw.v1\x1a\x15specgw/v1/types.proto\"\x85\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12-\n\x10prompt_token_ids\x18\x02 \x01(\x0b\x32\x13.specgw.v1.TokenIds\x12-\n\x10output_token_ids\x18\x03 \x01(\x0b\x32\x13.specgw.v1.TokenIds\x12\x32\n\x0fsampling_params\x18\x04 \x01(\x0b\x32\x19.specgw.v1.SamplingParams\x12\x18\n\x10proposer_address\x18\x05 \x01(\t\x12\x1d\n\x10max_draft_tokens\x18\x06 \x01(\x05H\x00\x88\x01\x01\x42\x13\n\x11_max_draft_tokens\"\xe6\x01\n\x10GenerateResponse\x12&\n\ttoken_ids\x18\x01 \x01(\x0b\x32\x13.specgw.v1.TokenIds\x12.\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x17.specgw.v1.FinishReason\x12\x1a\n\rstop_token_id\x18\x03 \x01(\x05H\x00\x88\x01\x01\x12\x11\n\x04seed\x18\x04 \x01(\x03H\x01\x88\x01\x01\x12\x30\n\x0bspeculation\x18\x05 \x01(\x0b\x32\x1b.specgw.v1.SpeculationStatsB\x10\n\x0e_stop_token_idB\x07\n\x05_seed\"\x18\n\x16GetVerifierInfoRequest\"\xf6\x03\n\x17GetVerifierInfoResponse\x12\x18\n\x10protocol_version\x18\x01 \x01(\x05\x12\x13\n\x0bverifier_id\x18\x02 \x01(\t\x12\x31\n\x0ctarget_model\x18\x03 \x01(\x0b\x32\x1b.specgw.v1.ModelDescription\x12\x15\n\reos_token_ids\x18\x04 \x03(\x05\x12\x14\n\x0cmax_num_seqs\x18\x05 \x01(\x05\x12\x1e\n\x16max_num_batched_tokens\x18\x06 \x01(\x05\x12\x1a\n\x12kv_capacity_tokens\x18\x07 \x01(\x03\x12\x16\n\x0ekv_used_tokens\x18\x08 \x01(\x03\x12\x15\n\rrunning_count\x18\t \x01(\x05\x12\x15\n\rwaiting_count\x18\n \x01(\x05\x12\x18\n\x10max_draft_tokens\x18\x0b \x01(\x05\x12,\n\tproposers\x18\x0c \x03(\x0b\x32\x19.specgw.v1.ProposerStatus\x12\x30\n\x0bspeculation\x18\r \x01(\x0b\x32\x1b.specgw.v1.SpeculationStats\x12\x12\n\nstep_count\x18\x0e \x01(\x03\x12\x1a\n\x12output_token_count\x18\x0f \x01(\x03\x12 \n\x18kv_lookahead_per_session\x18\x10 \x01(\x05\"\xe1\x02\n\x0eProposerStatus\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x11\n\tconnected\x18\x02 \x01(\x08\x12\x0e\n\x06method\x18\x03 \x01(\t\x12\x15\n\rsession_count\x18\x04 \x01(\x05\x12\x0e\n\x06\x64\x65tail\x18\x05 \x01(\t\x12\x13\n\x0bproposer_id\x18\x06 \x01(\t\x12\x30\n\x0b\x64raft_model\x18\x07 \x01(\x0b\x32\x1b.specgw.v1.ModelDescription\x12\x18\n\x10max_draft_tokens\x18\x08 \x01(\x05\x12\x1f\n\x17\x65xtra_slots_per_session\x18\t \x01(\x05\x12 \n\x18kv_lookahead_per_session\x18\n \x01(\x05\x12\x14\n\x0cmax_sessions\x18\x0b \x01(\x05\x12\x1e\n\x16max_num_batched_tokens\x18\x0c \x01(\x05\x12\x1a\n\x12kv_capacity_tokens\x18\r \x01(\x03*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xb2\x01\n\x0fVerifierService\x12\x45\n\x08Generate\x12\x1a.specgw.v1.GenerateRequest\x1a\x1b.specgw.v1.GenerateResponse0\x01\x12X\n\x0fGetVerifierInfo\x12!.specgw.v1.GetVerifierInfoRequest\x1a\".specgw.v1.GetVerifierInfoResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18specgw/v1/verifier.proto\x12\tspecgw.v1\x1a\x15specgw/v1/types.proto\"\xbf\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12-\n\x10prompt_token_ids\x18\x02 \x01(\x0b\x32\x13.specgw.v1.TokenIds\x12-\n\x10output_token_ids\x18\x03 \x01(\x0b\x32\x13.specgw.v1.TokenIds\x12\x32\n\x0fsampling_params\x18\x04 \x01(\x0b\x32\x19.specgw.v1.SamplingParams\x12\x18\n\x10proposer_address\x18\x05 \x01(\t\x12\x1d\n\x10max_draft_tokens\x18\x06 \x01(\x05H\x00\x88\x01\x01\x12\x38\n\x12structured_outputs\x18\x08 \x01(\x0b\x32\x1c.specgw.v1.StructuredOutputsB\x13\n\x11_max_draft_tokens\"\xe6\x01\n\x10GenerateResponse\x12&\n\ttoken_ids\x18\x01 \x01(\x0b\x32\x13.specgw.v1.TokenIds\x12.\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x17.specgw.v1.FinishReason\x12\x1a\n\rstop_token_id\x18\x03 \x01(\x05H\x00\x88\x01\x01\x12\x11\n\x04seed\x18\x04 \x01(\x03H\x01\x88\x01\x01\x12\x30\n\x0bspeculation\x18\x05 \x01(\x0b\x32\x1b.specgw.v1.SpeculationStatsB\x10\n\x0e_stop_token_idB\x07\n\x05_seed\"\x18\n\x16GetVerifierInfoRequest\"\xf6\x03\n\x17GetVerifierInfoResponse\x12\x18\n\x10protocol_version\x18\x01 \x01(\x05\x12\x13\n\x0bverifier_id\x18\x02 \x01(\t\x12\x31\n\x0ctarget_model\x18\x03 \x01(\x0b\x32\x1b.specgw.v1.ModelDescription\x12\x15\n\reos_token_ids\x18\x04 \x03(\x05\x12\x14\n\x0cmax_num_seqs\x18\x05 \x01(\x05\x12\x1e\n\x16max_num_batched_tokens\x18\x06 \x01(\x05\x12\x1a\n\x12kv_capacity_tokens\x18\x07 \x01(\x03\x12\x16\n\x0ekv_used_tokens\x18\x08 \x01(\x03\x12\x15\n\rrunning_count\x18\t \x01(\x05\x12\x15\n\rwaiting_count\x18\n \x01(\x05\x12\x18\n\x10max_draft_tokens\x18\x0b \x01(\x05\x12,\n\tproposers\x18\x0c \x03(\x0b\x32\x19.specgw.v1.ProposerStatus\x12\x30\n\x0bspeculation\x18\r \x01(\x0b\x32\x1b.specgw.v1.SpeculationStats\x12\x12\n\nstep_count\x18\x0e \x01(\x03\x12\x1a\n\x12output_token_count\x18\x0f \x01(\x03\x12 \n\x18kv_lookahead_per_session\x18\x10 \x01(\x05\"\xe1\x02\n\x0eProposerStatus\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x11\n\tconnected\x18\x02 \x01(\x08\x12\x0e\n\x06method\x18\x03 \x01(\t\x12\x15\n\rsession_count\x18\x04 \x01(\x05\x12\x0e\n\x06\x64\x65tail\x18\x05 \x01(\t\x12\x13\n\x0bproposer_id\x18\x06 \x01(\t\x12\x30\n\x0b\x64raft_model\x18\x07 \x01(\x0b\x32\x1b.specgw.v1.ModelDescription\x12\x18\n\x10max_draft_tokens\x18\x08 \x01(\x05\x12\x1f\n\x17\x65xtra_slots_per_session\x18\t \x01(\x05\x12 \n\x18kv_lookahead_per_session\x18\n \x01(\x05\x12\x14\n\x0cmax_sessions\x18\x0b \x01(\x05\x12\x1e\n\x16max_num_batched_tokens\x18\x0c \x01(\x05\x12\x1a\n\x12kv_capacity_tokens\x18\r \x01(\x03*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xb2\x01\n\x0fVerifierService\x12\x45\n\x08Generate\x12\x1a.specgw.v1.GenerateRequest\x1a\x1b.specgw.v1.GenerateResponse0\x01\x12X\n\x0fGetVerifierInfo\x12!.specgw.v1.GetVerifierInfoRequest\x1a\".specgw.v1.GetVerifierInfoResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'specgw.v1.verifier_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=1446
-  _globals['_FINISHREASON']._serialized_end=1541
+  _globals['_FINISHREASON']._serialized_start=1504
+  _globals['_FINISHREASON']._serialized_end=1599
   _globals['_GENERATEREQUEST']._serialized_start=63
-  _globals['_GENERATEREQUEST']._serialized_end=324
-  _globals['_GENERATERESPONSE']._serialized_start=327
-  _globals['_GENERATERESPONSE']._serialized_end=557
-  _globals['_GETVERIFIERINFOREQUEST']._serialized_start=559
-  _globals['_GETVERIFIERINFOREQUEST']._serialized_end=583
-  _globals['_GETVERIFIERINFORESPONSE']._serialized_start=586
-  _globals['_GETVERIFIERINFORESPONSE']._serialized_end=1088
-  _globals['_PROPOSERSTATUS']._serialized_start=1091
-  _globals['_PROPOSERSTATUS']._serialized_end=1444
-  _globals['_VERIFIERSERVICE']._serialized_start=1544
-  _globals['_VERIFIERSERVICE']._serialized_end=1722
+  _globals['_GENERATEREQUEST']._serialized_end=382
+  _globals['_GENERATERESPONSE']._serialized_start=385
+  _globals['_GENERATERESPONSE']._serialized_end=615
+  _globals['_GETVERIFIERINFOREQUEST']._serialized_start=617
+  _globals['_GETVERIFIERINFOREQUEST']._serialized_end=641
+  _globals['_GETVERIFIERINFORESPONSE']._serialized_start=644
+  _globals['_GETVERIFIERINFORESPONSE']._serialized_end=1146
+  _globals['_PROPOSERSTATUS']._serialized_start=1149
+  _globals['_PROPOSERSTATUS']._serialized_end=1502
+  _globals['_VERIFIERSERVICE']._serialized_start=1602
+  _globals['_VERIFIERSERVICE']._serialized_end=1780
 # @@protoc_insertion_point(module_scope)
