@@ -14,8 +14,10 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 from numpy.typing import NDArray
 
 from specgw.errors import InvalidRequest
+from specgw.model_files import resolve_model
 from specgw.structured_outputs import StructuredOutputsParams
 from specgw.types import GenerateRequest
+from specgw.vocab import tokenizer_json
 
 _MAX_CACHED = 128
 # A pathological expression costs a tenth of a second with these, and seven times that by default.
@@ -36,16 +38,26 @@ class GrammarMatcher:
     def advance(self, token_ids: Sequence[int]) -> int:
         """Takes the leading tokens that follow the grammar; returns how many they are.
 
-        The end-of-sequence token follows a complete text, and nothing follows it.
+        The end-of-sequence token follows a complete text, and nothing follows it. Where it would
+        take too long to tell, tokens are taken, and `mask` says so.
         """
-        count = self._matcher.try_consume_tokens(list(token_ids))
+        count = self._consume(token_ids)
+        if self._matcher.is_error():
+            self._restart()
+            count = self._consume(token_ids)
+        if self._matcher.is_error():
+            count = len(token_ids)
         self._token_ids += token_ids[:count]
         return count
 
     def rollback(self, count: int) -> None:
         """Takes the last `count` tokens back."""
-        if count:
-            del self._token_ids[-count:]
+        if not count:
+            return
+        del self._token_ids[-count:]
+        if self._matcher.is_error():
+            self._restart()
+        else:
             self._matcher.rollback(count)
 
     def mask(self) -> NDArray[np.int32]:  # [ceil(vocab_size / 32)]
@@ -56,13 +68,19 @@ class GrammarMatcher:
         """
         mask = self._fill()
         if self._matcher.is_error():
-            # What the matcher has learnt from tokens taken back must not decide an answer.
-            self._matcher = self._start.deep_copy()
-            self._matcher.try_consume_tokens(self._token_ids)
+            self._restart()
             mask = self._fill()
         if self._matcher.is_error():
             raise self._params.refusal(f"is too complex: {_reason(self._matcher.get_error())}")
         return mask
+
+    def _restart(self) -> None:
+        """Begins anew: what the matcher learnt from tokens taken back must not decide an answer."""
+        self._matcher = self._start.deep_copy()
+        self._consume(self._token_ids)
+
+    def _consume(self, token_ids: Sequence[int]) -> int:
+        return self._matcher.try_consume_tokens(list(token_ids))
 
     def _fill(self) -> NDArray[np.int32]:
         mask = np.empty(self._num_words, np.int32)
@@ -143,6 +161,15 @@ class GrammarCompiler:
             )
         except ValueError as error:
             raise _unavailable(f"llguidance cannot use the model's tokenizer: {error}") from None
+
+
+def compiler_for(tokenizer: str, vocab_size: int, eos_token_ids: Sequence[int]) -> GrammarCompiler:
+    """Returns the compiler for the tokenizer of a model, by its name or path."""
+
+    def read() -> str:
+        return tokenizer_json(resolve_model(tokenizer, with_weights=False))
+
+    return GrammarCompiler(read, vocab_size, eos_token_ids)
 
 
 def _compile(params: StructuredOutputsParams, tokenizer: LLTokenizer) -> LLMatcher:

@@ -123,9 +123,7 @@ def open_session(
         seed=seed,
         max_draft_tokens=max_draft_tokens,
         length_limit=limit,
-        stop_token_ids=frozenset(
-            (*params.stop_token_ids, *(() if ignores_eos else eos_token_ids))
-        ),
+        stop_token_ids=frozenset((*params.stop_token_ids, *(() if ignores_eos else eos_token_ids))),
         context=[*request.prompt_token_ids, *request.output_token_ids],
         processors=processors,
     )

@@ -41,6 +41,17 @@ VOCAB_SIZE = 40  # more rows than tokens, and not a whole number of words
 
 LONGEST_TEXT = 14
 
+TOO_LARGE = {
+    "allOf": [
+        {"anyOf": [{"properties": {f"{i},{j}": {"type": "null"}}} for i in range(4)]}
+        for j in range(8)
+    ]
+}
+TOO_COMPLEX = {  # once the object has begun, there is too much to keep in mind
+    "type": "object",
+    "properties": {f"p{index}": {"type": "null"} for index in range(700)},
+}
+
 # Constraints with all the texts that they allow.
 LANGUAGES = {
     "choice": (StructuredOutputsParams(choice=["a", "ab", "abba", "1,c"]), ["a", "ab", "abba", "1,c"]),
@@ -198,12 +209,7 @@ def test_several_outputs_of_one_constraint_are_independent(compiler: GrammarComp
         (StructuredOutputsParams(grammar='root ::= "a" x'), "grammar: is not valid: Failed to"),
         (StructuredOutputsParams(grammar="start: x"), "grammar: is not valid: "),
         (StructuredOutputsParams(grammar="root ::= " + "(" * 5000), "grammar: is not valid: "),
-        (
-            StructuredOutputsParams(
-                json={"enum": [f"{i * 7919 % 9_999_991:x}" for i in range(12_000)]}
-            ),
-            "json: is not valid: initial lexer configuration (grammar) too big",
-        ),
+        (StructuredOutputsParams(json=TOO_LARGE), "json: is not valid: schema too large"),
     ],
 )
 def test_a_constraint_that_does_not_compile_is_refused_by_name(
@@ -216,11 +222,16 @@ def test_a_constraint_that_does_not_compile_is_refused_by_name(
 
 
 def test_an_output_too_complex_to_follow_is_refused_by_name(compiler: GrammarCompiler) -> None:
-    matcher = compiler.compile(StructuredOutputsParams(regex="(a{1000}){1000}"))
-    matcher.advance([TOKENS.index("a")])
+    matcher = compiler.compile(StructuredOutputsParams(json=TOO_COMPLEX))
+    before = allowed(matcher)
 
-    with pytest.raises(InvalidRequest, match=r"^structured_outputs\.regex: is too complex: lexer"):
+    assert matcher.advance([TOKENS.index("{")]) == 1
+    assert matcher.advance([0, 0]) == 2
+    with pytest.raises(InvalidRequest, match=r"^structured_outputs\.json: is too complex: Parser"):
         matcher.mask()
+
+    matcher.rollback(3)
+    assert allowed(matcher) == before
 
 
 def test_a_model_without_a_tokenizer_takes_no_constraint() -> None:
