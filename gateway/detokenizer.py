@@ -28,7 +28,8 @@ class TextOutput:
     """What became certain since the previous one; the last one of a request has a finish reason.
 
     `stop_reason` is as in vLLM: the stop string, the id of a stop token, or None. `speculation` is
-    the request's total so far.
+    the request's total so far. `cached_token_count`, in the first one if there is a prefix cache,
+    is how many tokens of the prompt it had.
     """
 
     text: str
@@ -36,6 +37,7 @@ class TextOutput:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
+    cached_token_count: int | None = None
 
 
 class CharacterDecoder:

@@ -8,6 +8,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import replace
 
 from gateway.admission import Admission
 from gateway.detokenizer import Detokenizer, TextOutput
@@ -73,6 +74,9 @@ class TextGenerator:
                 self._metrics.count_undrafted_request(slot.claim.undrafted)
                 async for output in outputs:
                     text_output = detokenizer.push(output)
+                    if (num_cached := output.cached_token_count) is not None:
+                        self._metrics.count_prefix(len(request.prompt_token_ids), num_cached)
+                        text_output = replace(text_output, cached_token_count=num_cached)
                     stats = text_output.speculation
                     timer.delivered(len(text_output.token_ids))
                     if text_output.finish_reason is None:

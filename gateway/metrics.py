@@ -68,6 +68,10 @@ class Metrics:
             "Accepted tokens per draft position.",
             "position",
         )
+        self._prefix_queries = self._counter(
+            "prefix_cache_queries", "Prompt tokens looked for in prefix caches."
+        )
+        self._prefix_hits = self._counter("prefix_cache_hits", "Of these, tokens found.")
         self._undrafted = self._labelled_counter(
             "specgw_gateway_undrafted_rounds", "Decode rounds without a draft.", "reason"
         )
@@ -110,6 +114,11 @@ class Metrics:
     def count_failed(self, error: str) -> None:
         """Counts a request that ended with an error or was cancelled."""
         self._failed.labels(*self._label_values, error).inc()
+
+    def count_prefix(self, num_queried: int, num_found: int) -> None:
+        """Counts what a verifier has found of one prompt in its cache."""
+        self._prefix_queries.inc(num_queried)
+        self._prefix_hits.inc(num_found)
 
     def count_speculation(self, stats: SpeculationStats) -> None:
         """Adds the totals of one request."""

@@ -40,11 +40,12 @@ from gateway.openai_types import (
     TokenizeRequest,
 )
 from gateway.request_builder import DEFAULT_COMPLETION_TOKENS, FieldNames, RequestBuilder
+from gateway.response_format import renamed
 from gateway.tokenizer import Tokenizer
 from specgw import __version__
 from specgw.config import EngineArgs
 from specgw.errors import InvalidRequest, ModelNotFound, Overloaded, SpecgwError
-from specgw.types import GenerateRequest
+from specgw.types import GenerateRequest, SamplingParams
 
 
 class OpenAIApi:
@@ -70,7 +71,7 @@ class OpenAIApi:
     async def completions(self, request: Request) -> Response:
         body = await _parse(request, CompletionRequest)
         model = self._served(body.model)
-        params = body.sampling_params(self._sampling_defaults)
+        params = await self._sampling_params(body)
         request_id = _request_id(request, body.request_id)
         self._check_count(len(body.prompts))
         generations = [
@@ -82,6 +83,7 @@ class OpenAIApi:
                 params,
                 max_draft_tokens=body.num_speculative_tokens,
                 default_max_tokens=DEFAULT_COMPLETION_TOKENS,
+                cache_salt=body.cache_salt or "",
             )
             for index, prompt in enumerate(body.prompts)
         ]
@@ -91,6 +93,7 @@ class OpenAIApi:
             system_fingerprint=self._system_fingerprint,
             return_token_ids=bool(body.return_token_ids),
             max_draft_tokens=self._args.max_draft_tokens,
+            with_prompt_details=self._args.enable_prompt_tokens_details,
             num_prompts=len(generations),
         )
         return await self._respond(request, body, form, generations)
@@ -98,13 +101,14 @@ class OpenAIApi:
     async def chat_completions(self, request: Request) -> Response:
         body = await _parse(request, ChatCompletionRequest)
         model = self._served(body.model)
-        params = body.sampling_params(self._sampling_defaults)
+        params = await self._sampling_params(body)
         request_id = _request_id(request, body.request_id)
         generation = self._builder.build(
             request_id,
             await self._chat_token_ids(body),
             params,
             max_draft_tokens=body.num_speculative_tokens,
+            cache_salt=body.cache_salt or "",
             names=FieldNames(prompt="messages"),
         )
         form = ChatFormat(
@@ -113,6 +117,7 @@ class OpenAIApi:
             system_fingerprint=self._system_fingerprint,
             return_token_ids=bool(body.return_token_ids),
             max_draft_tokens=self._args.max_draft_tokens,
+            with_prompt_details=self._args.enable_prompt_tokens_details,
         )
         return await self._respond(request, body, form, [generation])
 
@@ -167,6 +172,16 @@ class OpenAIApi:
         messages = [message.for_template() for message in body.messages]
         text = await self._tokenizer.render_chat(messages, body.template_options())
         return await self._tokenizer.encode(text, add_special_tokens=body.add_special_tokens)
+
+    async def _sampling_params(
+        self, body: CompletionRequest | ChatCompletionRequest
+    ) -> SamplingParams:
+        params = body.sampling_params(self._sampling_defaults)
+        try:
+            await self._builder.check(params)
+        except InvalidRequest as error:
+            raise (error if body.response_format is None else renamed(error)) from None
+        return params
 
     def _check_count(self, num_prompts: int) -> None:
         """Refuses more prompts in one request than the gateway takes as requests."""

@@ -42,11 +42,14 @@ class Answer:
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     last: TextOutput | None = None
+    cached_token_count: int | None = None
 
     def add(self, output: TextOutput) -> None:
         """Takes in what a stream still needs of an output that it sends on."""
         self.token_ids += output.token_ids
         self.last = output
+        if self.cached_token_count is None:
+            self.cached_token_count = output.cached_token_count
 
     def add_whole(self, output: TextOutput) -> None:
         """Takes in an output with its text."""
@@ -81,6 +84,7 @@ class CompletionFormat:
         system_fingerprint: str,
         return_token_ids: bool,
         max_draft_tokens: int,
+        with_prompt_details: bool = False,
         num_prompts: int = 1,
     ) -> None:
         self.response_id = self.id_prefix + request_id
@@ -89,6 +93,7 @@ class CompletionFormat:
         self._system_fingerprint = system_fingerprint
         self._return_token_ids = return_token_ids
         self._max_draft_tokens = max_draft_tokens
+        self._with_prompt_details = with_prompt_details
         self._num_prompts = num_prompts
 
     def response(self, answers: Sequence[Answer]) -> Body:
@@ -98,7 +103,7 @@ class CompletionFormat:
             "choices": [self._choice(answer) for answer in answers],
             "service_tier": None,
             "system_fingerprint": self._system_fingerprint,
-            "usage": {**_usage(answers), "prompt_tokens_details": None},
+            "usage": {"prompt_tokens_details": None, **self._final_usage(answers)},
             "kv_transfer_params": None,
             "metrics": self._metrics(answers),
         }
@@ -132,11 +137,18 @@ class CompletionFormat:
         body: Body = {
             **self._head(self.chunk_object_name),
             "choices": [],
-            "usage": _usage(answers),
+            "usage": self._final_usage(answers),
         }
         if self._num_prompts == 1:
             body["metrics"] = self._metrics(answers)
         return body
+
+    def _final_usage(self, answers: Sequence[Answer]) -> Body:
+        usage = _usage(answers)
+        num_cached = answers[-1].cached_token_count  # vLLM tells that of the last prompt
+        if self._with_prompt_details and num_cached is not None:
+            usage["prompt_tokens_details"] = {"cached_tokens": num_cached}
+        return usage
 
     def _head(self, object_name: str) -> Body:
         return {

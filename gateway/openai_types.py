@@ -9,14 +9,15 @@ from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from gateway.response_format import ResponseFormat, StructuredOutputs, renamed
 from specgw.errors import InvalidRequest
+from specgw.structured_outputs import StructuredOutputsParams
 from specgw.types import SamplingParams
 
 TokenId = Annotated[int, Field(ge=0)]
 
 _OFF: tuple[object, ...] = (None, False)
 _EMPTY: tuple[object, ...] = (None, [], {}, "")
-_TEXT: tuple[object, ...] = (None, {"type": "text"})
 
 # Fields that change the output and are not implemented, each with the values that change nothing.
 _NOT_IMPLEMENTED: dict[str, tuple[object, ...]] = {
@@ -26,10 +27,6 @@ _NOT_IMPLEMENTED: dict[str, tuple[object, ...]] = {
     "early_stopping": _OFF,
     "echo": _OFF,
     "frequency_penalty": (None, 0),
-    "guided_choice": _EMPTY,
-    "guided_grammar": _EMPTY,
-    "guided_json": (None,),
-    "guided_regex": _EMPTY,
     "include_stop_str_in_output": _OFF,
     "kv_transfer_params": _EMPTY,
     "length_penalty": (None, 1),
@@ -45,14 +42,22 @@ _NOT_IMPLEMENTED: dict[str, tuple[object, ...]] = {
     "prompt_logprobs": (None,),
     "repetition_detection": (None,),
     "repetition_penalty": (None, 1),
-    "response_format": _TEXT,
     "spaces_between_special_tokens": (None, True),
-    "structured_outputs": _EMPTY,
     "thinking_token_budget": (None, -1),
     "truncate_prompt_tokens": (None,),
     "use_beam_search": _OFF,
     "vllm_xargs": _EMPTY,
     "watermarking": _OFF,
+}
+
+# Fields that vLLM has replaced, each with what says the same now.
+_REPLACED = {
+    "guided_json": "structured_outputs.json",
+    "guided_regex": "structured_outputs.regex",
+    "guided_choice": "structured_outputs.choice",
+    "guided_grammar": "structured_outputs.grammar",
+    "guided_whitespace_pattern": "structured_outputs.whitespace_pattern",
+    "guided_decoding_backend": "nothing: there is one",
 }
 
 
@@ -86,13 +91,22 @@ class _Request(BaseModel):
     request_id: str | None = None
     return_token_ids: bool | None = None
     num_speculative_tokens: int | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    cache_salt: Annotated[str, Field(pattern=r"^[^@/\\\x00]{1,128}$")] | None = None
 
     @model_validator(mode="after")
     def _refuse_by_name(self) -> Self:
         for name, value in (self.model_extra or {}).items():
+            if name in _REPLACED and value is not None:
+                rule = f"is no longer a field; what replaces it is {_REPLACED[name]}"
+                raise InvalidRequest(name, value, rule)
             neutral = self.not_implemented.get(name)
             if neutral is not None and value not in neutral:
                 raise InvalidRequest(name, value, "is not implemented, so it must be left out")
+        if self.structured_outputs is not None and self.response_format is not None:
+            rule = "cannot be set with structured_outputs"
+            raise InvalidRequest("response_format", self.response_format.type, rule)
         if self.stream_options is not None and not self.stream:
             given = self.stream_options.model_dump()
             raise InvalidRequest("stream_options", given, "is only allowed with stream=true")
@@ -110,6 +124,15 @@ class _Request(BaseModel):
             self.stream_options and self.stream_options.continuous_usage_stats
         )
 
+    def constraint(self) -> StructuredOutputsParams | None:
+        """Returns what the text of the output must be; none if it may be any."""
+        if self.response_format is not None:
+            try:
+                return self.response_format.constraint()
+            except InvalidRequest as error:
+                raise renamed(error) from None
+        return self.structured_outputs
+
     def sampling_params(self, defaults: Mapping[str, float]) -> SamplingParams:
         """Returns how to sample: the request's values, else the model's, else OpenAI's."""
         chosen = {
@@ -125,6 +148,7 @@ class _Request(BaseModel):
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=self.ignore_eos,
             skip_special_tokens=self.skip_special_tokens,
+            structured_outputs=self.constraint(),
         )
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from gateway.routing import Router
 from specgw.errors import InvalidRequest, NotReady
+from specgw.grammar_worker import GrammarWorker
 from specgw.types import GenerateRequest, ModelDescription, SamplingParams
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default where the prompt is not a chat
@@ -27,15 +28,22 @@ class RequestBuilder:
 
     Args:
         router: Knows the target model.
+        grammars: Knows what constraints its vocabulary can keep to.
         max_model_len: Longest context as configured; the verifiers' own limit holds as well.
         max_draft_tokens: Most draft tokens per round as configured.
         seed: Where the seeds of requests without one come from.
     """
 
     def __init__(
-        self, router: Router, max_model_len: int | None, max_draft_tokens: int, seed: int
+        self,
+        router: Router,
+        grammars: GrammarWorker,
+        max_model_len: int | None,
+        max_draft_tokens: int,
+        seed: int,
     ) -> None:
         self._router = router
+        self._grammars = grammars
         self._max_model_len = max_model_len
         self._max_draft_tokens = max_draft_tokens
         self._seeds = random.Random(seed)
@@ -52,6 +60,15 @@ class RequestBuilder:
         limits = (self._max_model_len, model.max_model_len if model else None)
         return min((limit for limit in limits if limit is not None), default=None)
 
+    async def check(self, params: SamplingParams) -> None:
+        """Refuses a constraint that no output can keep to, before a verifier hears of it.
+
+        Raises:
+            InvalidRequest: naming the field, its value and what is wrong with it.
+        """
+        if params.structured_outputs is not None:
+            await self._grammars.check(params.structured_outputs)
+
     def build(
         self,
         request_id: str,
@@ -60,6 +77,7 @@ class RequestBuilder:
         *,
         max_draft_tokens: int | None = None,
         default_max_tokens: int | None = None,
+        cache_salt: str = "",
         names: FieldNames = FieldNames(),
     ) -> GenerateRequest:
         """Returns the request with its seed and its number of output tokens.
@@ -92,7 +110,11 @@ class RequestBuilder:
         if params.seed is None:  # drawn here, so that another verifier can go on with it
             params = replace(params, seed=self._seeds.getrandbits(63))
         return GenerateRequest(
-            request_id, prompt_token_ids, params, max_draft_tokens=max_draft_tokens
+            request_id,
+            prompt_token_ids,
+            params,
+            max_draft_tokens=max_draft_tokens,
+            cache_salt=cache_salt,
         )
 
     def _room(self, num_prompt_tokens: int, names: FieldNames) -> int:

@@ -22,9 +22,12 @@ def build_batch(
         sessions: The rows of every session.
         idle_before: Sessions last used before this count give their memory to others.
         max_num_batched_tokens: Most rows of the pass, those that drafting adds included.
-        mask_rows: Rows that drafting adds to a session's own missing ones.
+        mask_rows: Most rows that drafting adds to a session's own missing ones.
     """
-    work = sorted((one for one in sessions if one.has_work), key=_urgency)
+    work = [one for one in sessions if one.has_work]
+    for one in work:
+        one.reuse()
+    work.sort(key=_urgency)
     rows_left = prefill_left = max_num_batched_tokens
     if work and _is_nearly_ready(work[0]):
         prefill_left = PREFILL_CHUNK
@@ -32,7 +35,7 @@ def build_batch(
     for one in work:
         is_prefill = not _is_nearly_ready(one)
         # As in vLLM: a session whose extra rows do not fit waits for the next pass.
-        extra = mask_rows if one.session.num_wanted else 0
+        extra = min(mask_rows, max(one.session.num_wanted - 1, 0))
         rows_free = rows_left - extra
         rows = min(one.num_missing, rows_free, prefill_left if is_prefill else rows_free)
         if rows <= 0:

@@ -26,6 +26,7 @@ class DraftModelDrafter:
 
     method = "draft_model"
     parallel_drafting = False
+    mask_rows = 0  # most rows that a block takes beside the missing ones of its session
 
     def __init__(
         self, runner: ModelRunner, max_num_batched_tokens: int, tokenizer_size: int | None = None
@@ -34,6 +35,7 @@ class DraftModelDrafter:
         self.description = runner.description
         self.max_num_batched_tokens = max_num_batched_tokens
         self.kv_capacity_tokens = runner.kv_cache.capacity_tokens
+        self.num_passes = 0
         self._runner = runner
         self._num_own_ids = tokenizer_size or runner.vocab_size
         self._rows: dict[Session, DraftRows] = {}
@@ -76,7 +78,7 @@ class DraftModelDrafter:
 
     def step(self, table: SessionTable) -> list[Draft]:
         batch, starved = build_batch(
-            self._rows.values(), table.idle_before, self.max_num_batched_tokens
+            self._rows.values(), table.idle_before, self.max_num_batched_tokens, self.mask_rows
         )
         for rows in starved:
             rows.forget()
@@ -84,44 +86,63 @@ class DraftModelDrafter:
         if not batch:
             return refusals
         try:
-            ready = draft(self._runner, batch)
+            ready = self._draft(batch)
         except Exception:
             logger.exception("drafting failed", extra={"session_count": len(batch)})
             return refusals + [
                 Draft(rows.session, reason=UndraftedReason.ERROR) for rows, _ in batch
             ]
-        return refusals + [_draft(rows) for rows in ready]
+        return refusals + [_answer(rows) for rows in ready]
+
+    def _draft(self, batch: Sequence[tuple[DraftRows, int]]) -> list[DraftRows]:
+        """Feeds the given number of missing rows of each session, and drafts where none is left.
+
+        Returns:
+            The sessions whose block is ready: `draft_token_ids`, empty if the model gave no usable
+            logits.
+        """
+        ready = [one for one, rows in batch if completes(one, rows)]
+        logits = self._forward([missing_chunk(one, rows) for one, rows in batch])
+        for one, _ in batch:
+            one.publish()
+        drafting = _append_most_probable(ready, logits)
+        while drafting:
+            last = [SequenceChunk(one.cache, one.draft_token_ids[-1:], 1) for one in drafting]
+            drafting = _append_most_probable(drafting, self._forward(last))
+        return ready
+
+    def _forward(self, chunks: Sequence[SequenceChunk]) -> Tensor:
+        self.num_passes += 1
+        return self._runner.forward(chunks)
 
 
-def _draft(rows: DraftRows) -> Draft:
+def _answer(rows: DraftRows) -> Draft:
     reason = None if rows.draft_token_ids else UndraftedReason.ERROR
     return Draft(rows.session, tuple(rows.draft_token_ids), reason)
 
 
-def draft(runner: ModelRunner, batch: Sequence[tuple[DraftRows, int]]) -> list[DraftRows]:
-    """Feeds the given number of missing rows of each session, and drafts where none is left.
-
-    Returns:
-        The sessions whose block is ready: `draft_token_ids`, empty if the model gave no usable
-        logits.
-    """
-    ready = [one for one, rows in batch if _completes(one, rows)]
-    logits = runner.forward([_missing_chunk(one, rows) for one, rows in batch])
-    drafting = _append_most_probable(ready, logits)
-    while drafting:
-        last = [SequenceChunk(one.cache, one.draft_token_ids[-1:], 1) for one in drafting]
-        drafting = _append_most_probable(drafting, runner.forward(last))
-    return ready
-
-
-def _completes(one: DraftRows, rows: int) -> bool:
+def completes(one: DraftRows, rows: int) -> bool:
+    """Whether a block is asked for that can be drafted once so many rows are fed."""
     return one.session.num_wanted > 0 and rows == one.num_missing
 
 
-def _missing_chunk(one: DraftRows, rows: int) -> SequenceChunk:
+def missing_chunk(one: DraftRows, rows: int) -> SequenceChunk:
+    """Returns the next rows to feed; the last one's logits are wanted if they complete it."""
     start = one.cache.length
     token_ids = one.token_ids[start : start + rows]
-    return SequenceChunk(one.cache, token_ids, num_logits=int(_completes(one, rows)))
+    return SequenceChunk(one.cache, token_ids, num_logits=int(completes(one, rows)))
+
+
+def most_probable(logits: Tensor, limits: Sequence[int]) -> list[int | None]:
+    """Returns each row's most probable id below its limit; None where logits are not numbers.
+
+    Args:
+        logits: [num_rows, vocab_size], at least one row.
+        limits: Of each row.
+    """
+    values, token_ids = _without_padding(logits, limits).max(dim=-1)  # both [num_rows]
+    pairs = zip(token_ids.tolist(), values.isfinite().tolist(), strict=True)
+    return [token_id if is_finite else None for token_id, is_finite in pairs]
 
 
 def _append_most_probable(sessions: Sequence[DraftRows], logits: Tensor) -> list[DraftRows]:
@@ -129,20 +150,18 @@ def _append_most_probable(sessions: Sequence[DraftRows], logits: Tensor) -> list
     # logits: those of each session's last row, [num_sessions, vocab_size]
     if not sessions:
         return []
-    limits = [one.num_draftable_ids for one in sessions]
-    values, token_ids = _without_padding(logits, limits).max(dim=-1)  # both [num_sessions]
-    are_finite = values.isfinite().tolist()
-    for one, token_id, is_finite in zip(sessions, token_ids.tolist(), are_finite, strict=True):
-        if is_finite:
-            one.draft_token_ids.append(token_id)
-        else:
+    token_ids = most_probable(logits, [one.num_draftable_ids for one in sessions])
+    for one, token_id in zip(sessions, token_ids, strict=True):
+        if token_id is None:
             one.draft_token_ids = []
+        else:
+            one.draft_token_ids.append(token_id)
     return [one for one in sessions if 0 < len(one.draft_token_ids) < one.session.num_wanted]
 
 
 def _without_padding(logits: Tensor, limits: Sequence[int]) -> Tensor:
     """Leaves each row the ids below its limit."""
-    logits = logits[:, : max(limits)]  # [num_sessions, max limit]
+    logits = logits[:, : max(limits)]  # [num_rows, max limit]
     if min(limits) == max(limits):
         return logits
     ids = torch.arange(logits.shape[1], device=logits.device)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from proposer_svc.session_table import Session
+from specgw.engine.block_hashes import BlockHashes
 from specgw.engine.kv_cache import SequenceCache
 
 
@@ -12,7 +13,7 @@ class DraftRows:
     """The rows of `cache` are those of `token_ids` and then of the leading `draft_token_ids`.
 
     As far as they were fed; they are kept from round to round. `token_ids` are the draft model's
-    ids: the session's own list where both models share a vocabulary.
+    ids: the session's own list where both models share a vocabulary. They only grow.
     """
 
     session: Session
@@ -21,6 +22,10 @@ class DraftRows:
     num_draftable_ids: int  # ids from here on must not be drafted
     prefill_length: int  # rows to feed even if no block is asked for
     draft_token_ids: list[int] = field(default_factory=list)
+    block_hashes: BlockHashes = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.block_hashes = BlockHashes(self.session.cache_salt)
 
     @property
     def num_missing(self) -> int:
@@ -31,6 +36,19 @@ class DraftRows:
     def has_work(self) -> bool:
         """Whether a block is asked for, or the first prefill is not over."""
         return self.session.num_wanted > 0 or self.cache.length < self.prefill_length
+
+    def reuse(self) -> None:
+        """Begins an empty cache with rows that other sessions have left, but for the last token's.
+
+        Its logits are needed.
+        """
+        if not self.cache.length:
+            self.cache.adopt(self.block_hashes.within(self.token_ids, len(self.token_ids) - 1))
+
+    def publish(self) -> None:
+        """Lets other sessions use the rows of `token_ids`, never those of draft tokens."""
+        length = min(self.cache.length, len(self.token_ids))
+        self.cache.publish(self.block_hashes.within(self.token_ids, length))
 
     def keep_agreed(self, committed: Sequence[int]) -> None:
         """Drops the rows of draft tokens that differ from what was appended to `token_ids`."""

@@ -32,6 +32,7 @@ class Drafter(Protocol):
         description: The draft model.
         max_num_batched_tokens: Most input rows of one forward pass.
         kv_capacity_tokens: Slots of the KV cache.
+        num_passes: Forward passes of the draft model since it was loaded.
     """
 
     method: str
@@ -39,6 +40,7 @@ class Drafter(Protocol):
     description: ModelDescription
     max_num_batched_tokens: int
     kv_capacity_tokens: int
+    num_passes: int
 
     @property
     def kv_used_tokens(self) -> int:

@@ -126,6 +126,7 @@ class EngineThread:
             for verifier_id, block in self._proposer.step():
                 blocks.setdefault(verifier_id, []).append(block)
             self._metrics.observe_step(time.perf_counter() - began)
+            self._metrics.count_rounds(self._proposer.rounds)
         return blocks
 
     def _connect(

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from proposer_svc.proposer import ProposerLoad
+from proposer_svc.proposer import ProposerLoad, RoundCounts
 from specgw.types import DraftBlock, UndraftedReason
 
 _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
@@ -31,6 +31,17 @@ class ProposerMetrics:
             "Sessions that had to be opened again.",
             registry=self.registry,
         )
+        self._rounds = Counter(
+            "specgw_proposer_rounds",
+            "Batches over all sessions that made blocks.",
+            registry=self.registry,
+        )
+        self._round_passes = Counter(
+            "specgw_proposer_round_passes",
+            "Forward passes of the draft model in those batches: one each if drafting is parallel.",
+            registry=self.registry,
+        )
+        self._counted = RoundCounts()
         self._draft_seconds = Histogram(
             "specgw_proposer_draft_seconds",
             "Time of one step over all sessions.",
@@ -66,6 +77,12 @@ class ProposerMetrics:
     def observe_step(self, draft_s: float) -> None:
         """Takes one step's time."""
         self._draft_seconds.observe(draft_s)
+
+    def count_rounds(self, rounds: RoundCounts) -> None:
+        """Takes the counts so far."""
+        self._rounds.inc(rounds.round_count - self._counted.round_count)
+        self._round_passes.inc(rounds.pass_count - self._counted.pass_count)
+        self._counted = rounds
 
     def set_load(self, load: ProposerLoad) -> None:
         """Takes what is in use now."""

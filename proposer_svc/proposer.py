@@ -11,12 +11,14 @@ from dataclasses import dataclass, replace
 
 from proposer_svc.draft_model import DraftModelDrafter
 from proposer_svc.drafter import Draft, Drafter
+from proposer_svc.parallel_draft import ParallelDrafter
 from proposer_svc.session_table import Session, SessionTable
 from specgw.config import EngineArgs
 from specgw.engine.loading import draft_options, load_model
 from specgw.errors import ConfigError, IncompatibleModels
 from specgw.handshake import greeting_mismatches
-from specgw.model_files import resolve_model
+from specgw.model_checks import resolve_mask_token, trained_draft_tokens
+from specgw.model_files import read_config, resolve_model
 from specgw.slots import extra_slots, kv_lookahead
 from specgw.types import (
     Commit,
@@ -39,6 +41,14 @@ class ProposerLoad:
     kv_used_tokens: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class RoundCounts:
+    """Batches that made at least one block, and the draft model's forward passes in them."""
+
+    round_count: int = 0
+    pass_count: int = 0
+
+
 def build_proposer(args: EngineArgs) -> "ProposerCore":
     """Loads what the configured method needs.
 
@@ -47,13 +57,27 @@ def build_proposer(args: EngineArgs) -> "ProposerCore":
     """
     if args.speculative_config is None:
         raise ConfigError(["speculative_config: a proposer needs one: it names the draft model"])
-    settings = args.specgw.proposer
-    drafter = DraftModelDrafter(
-        load_model(draft_options(args)),
-        settings.max_num_batched_tokens,
-        tokenizer_size(resolve_model(args.speculative_config.model)),
+    max_sessions = args.specgw.proposer.max_sessions
+    return ProposerCore(_build_drafter(args), args.max_draft_tokens, max_sessions)
+
+
+def _build_drafter(args: EngineArgs) -> Drafter:
+    config = args.speculative_config
+    assert config is not None
+    directory = resolve_model(config.model)
+    runner = load_model(draft_options(args))
+    batched_tokens = args.specgw.proposer.max_num_batched_tokens
+    if not config.parallel_drafting:
+        return DraftModelDrafter(runner, batched_tokens, tokenizer_size(directory))
+    checkpoint = read_config(directory)
+    return ParallelDrafter(
+        runner,
+        batched_tokens,
+        tokenizer_size(directory),
+        mask_token_id=resolve_mask_token(config.model, checkpoint, runner.vocab_size),
+        max_draft_tokens=args.max_draft_tokens,
+        num_trained_tokens=trained_draft_tokens(checkpoint),
     )
-    return ProposerCore(drafter, args.max_draft_tokens, settings.max_sessions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +99,7 @@ class ProposerCore:
         self._drafter = drafter
         self._verifiers: dict[str, _Verifier] = {}
         self._table = SessionTable(max_sessions, drafter.close)
+        self.rounds = RoundCounts()  # so far; replaced, never changed
         slots = drafter.method, max_draft_tokens, drafter.parallel_drafting
         self.offer = HelloAck(
             proposer_id=uuid.uuid4().hex,
@@ -121,9 +146,13 @@ class ProposerCore:
         return self._drafter.has_work()
 
     def step(self) -> list[tuple[str, DraftBlock]]:
-        began = time.perf_counter()
+        began, num_passes = time.perf_counter(), self._drafter.num_passes
         drafts = self._drafter.step(self._table)
         draft_s = time.perf_counter() - began
+        if any(draft.token_ids for draft in drafts):
+            num_passes = self._drafter.num_passes - num_passes
+            rounds = self.rounds
+            self.rounds = RoundCounts(rounds.round_count + 1, rounds.pass_count + num_passes)
         blocks = [_block(draft, draft_s) for draft in drafts if draft.session.num_wanted]
         for draft in drafts:
             draft.session.num_wanted = 0
@@ -148,7 +177,10 @@ class ProposerCore:
         if self._table.is_full:
             self._table.refuse(verifier_id, session_id, UndraftedReason.NO_SLOT)
             return
-        session = Session(verifier_id, session_id, list(opened.token_ids), verifier.num_ids)
+        session = Session(
+            *(verifier_id, session_id, list(opened.token_ids), verifier.num_ids),
+            cache_salt=opened.cache_salt,
+        )
         self._table.add(session)
         self._drafter.open(session)
 

@@ -20,6 +20,7 @@ class Session:
     session_id: int
     token_ids: list[int]
     num_ids: int  # ids from here on are the target's alone
+    cache_salt: str = ""
     num_wanted: int = 0  # draft tokens asked for; 0 while no block is
     last_used: int = 0  # when a block was last asked for, by the table's count
 

@@ -10,7 +10,13 @@ from typing import Any
 from specgw.budget import decode_rows, draft_slots
 from specgw.config import EngineArgs, validate_config
 from specgw.errors import ConfigError
-from specgw.model_checks import ModelPair, check_models, mask_token, read_models
+from specgw.model_checks import (
+    ModelPair,
+    check_models,
+    mask_token,
+    notice_models,
+    read_models,
+)
 from specgw.online import LocalModels, ServiceState, ask_services
 from specgw.slots import SLOTS_TABLE, extra_slots, kv_lookahead
 from specgw.supported import not_run_yet, without_effect
@@ -173,6 +179,7 @@ def check(
         try:
             report.pair = read_models(args)
             report.problems += check_models(report.pair)
+            report.notices += notice_models(report.pair)
         except ConfigError as error:
             report.problems += error.problems
     report.problems += not_run_yet(args)

@@ -35,6 +35,10 @@ _SERVE_FLAGS: Mapping[tuple[str, ...], str] = {
     ("--max-model-len",): "max_model_len",
     ("--max-num-seqs",): "max_num_seqs",
     ("--max-num-batched-tokens",): "max_num_batched_tokens",
+    ("--enable-prefix-caching/--no-enable-prefix-caching",): "enable_prefix_caching",
+    ("--enable-prompt-tokens-details/--no-enable-prompt-tokens-details",): (
+        "enable_prompt_tokens_details"
+    ),
     ("--gpu-memory-utilization",): "gpu_memory_utilization",
     ("--tensor-parallel-size", "-tp"): "tensor_parallel_size",
     ("--speculative-config", "-sc"): "speculative_config",
@@ -74,7 +78,7 @@ def _serve_flags(command: Callable[..., None]) -> Callable[..., None]:
             flag_value="",
         )(command)
     for flags, key in reversed(list(_SERVE_FLAGS.items())):
-        command = click.option(*flags, key, help=f"Sets `{key}`.")(command)
+        command = click.option(*flags, key, default=None, help=f"Sets `{key}`.")(command)
     return click.argument("model", required=False)(_CONFIG(command))
 
 

@@ -150,6 +150,12 @@ class EngineArgs(Ruled):
     """Most requests in one step of the verifier."""
     max_num_batched_tokens: PositiveInt = 2048
     """Most input rows in one step of the verifier: longer prompts are prefilled in chunks."""
+    max_logprobs: Annotated[int, Field(ge=-1)] = 20
+    """Most log probabilities for one token that a request may ask for; -1 allows any number."""
+    enable_prefix_caching: bool = True
+    """Keeps the KV cache of contexts, so that requests that begin alike skip that part."""
+    enable_prompt_tokens_details: bool = False
+    """Tells clients in `usage.prompt_tokens_details` how much of a prompt was cached."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
     """Share of a GPU's memory for weights and KV cache."""
     tensor_parallel_size: PositiveInt = 1

@@ -1,4 +1,4 @@
-"""Which tokens may come next in an output that follows a grammar. No torch: every service does this.
+"""Which tokens may come next in an output that follows a grammar. No torch: any service does this.
 
 The grammars are llguidance's. A compiled grammar is bounded by what its text may make the library
 do, so that neither a schema nor an output can hold a thread for long.
@@ -8,6 +8,7 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
@@ -19,9 +20,13 @@ from specgw.structured_outputs import StructuredOutputsParams
 from specgw.types import GenerateRequest
 from specgw.vocab import tokenizer_json
 
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions  # has no value at run time
+
 _MAX_CACHED = 128
 # A pathological expression costs a tenth of a second with these, and seven times that by default.
-_LIMITS = {"step_lexer_fuel": 100_000, "initial_lexer_fuel": 200_000, "verbose_errors": False}
+_STEP_FUEL = 100_000
+_INITIAL_FUEL = 200_000
 _BITS = 32  # of a word of a mask
 
 
@@ -113,7 +118,7 @@ class GrammarCompiler:
         """Returns a matcher at the start of a request's output; none if any text will do.
 
         Raises:
-            InvalidRequest: as `compile`, and if the output of an earlier attempt does not follow it.
+            InvalidRequest: as `compile`, and for an earlier output that does not follow it.
         """
         params, earlier = request.sampling_params.structured_outputs, request.output_token_ids
         if params is None:
@@ -177,7 +182,10 @@ def _compile(params: StructuredOutputsParams, tokenizer: LLTokenizer) -> LLMatch
         grammar = _grammar(params)
     except (ValueError, RecursionError) as error:
         raise params.refusal(f"is not valid: {_reason(str(error))}") from None
-    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(**_LIMITS))
+    limits = LLParserLimits(
+        step_lexer_fuel=_STEP_FUEL, initial_lexer_fuel=_INITIAL_FUEL, verbose_errors=False
+    )
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
     if not matcher.is_error():
         matcher.compute_bitmask()  # does once what every output begins with
     if matcher.is_error():
@@ -193,15 +201,17 @@ def _grammar(params: StructuredOutputsParams) -> str:
         return grammar_from("choice", json.dumps(params.choice))
     if params.grammar is not None:
         return grammar_from("grammar", params.grammar)
-    options = {"whitespace_flexible": not params.disable_any_whitespace}
+    options: JsonCompileOptions = {"whitespace_flexible": not params.disable_any_whitespace}
     if params.whitespace_pattern is not None:
-        options |= {"whitespace_pattern": params.whitespace_pattern}
+        options["whitespace_pattern"] = params.whitespace_pattern
     return LLMatcher.grammar_from_json_schema(json.dumps(params.schema()), overrides=options)
 
 
 def _reason(message: str) -> str:
-    """Returns the first line of an error of the library's, without what it says of itself."""
-    return message.strip().partition("\n")[0].removesuffix("<non-verbose/>").strip()
+    """Returns what an error of the library's says, without pictures of where and of itself."""
+    first, *others = message.strip().splitlines() or [""]
+    cause = next((line for line in others if line.startswith("error: ")), "")
+    return f"{first} {cause}".removesuffix("<non-verbose/>").strip()
 
 
 def _unavailable(reason: str) -> InvalidRequest:

@@ -94,12 +94,14 @@ class LLM:
                 args.max_num_batched_tokens,
                 max_waiting_requests=2**31 - 1,
                 max_draft_tokens=args.max_draft_tokens,
+                max_prefill_tokens_beside_decodes=args.max_num_batched_tokens,  # nobody watches
             ),
             self._deliver,
         )
         self._grammars = compiler_for(
             args.tokenizer_path, self._runner.vocab_size, self._runner.eos_token_ids
         )
+        self._max_logprobs = args.max_logprobs
         self._seeds = random.Random(args.seed)
         self._session_ids = itertools.count(1)
         self._answers: dict[int, _Answer] = {}
@@ -141,7 +143,8 @@ class LLM:
     def _answer(self, prompt: Prompt, params: SamplingParams) -> "_Answer":
         text, token_ids = self._tokenize(prompt)
         request = GenerateRequest(uuid.uuid4().hex, token_ids, params)
-        check_request(request, self._runner.max_model_len, self._runner.vocab_size, ())
+        runner = self._runner
+        check_request(request, runner.max_model_len, runner.vocab_size, (), self._max_logprobs)
         grammar = self._grammars.start(request)
         detokenizer = Detokenizer(self._tokenizer.backend, request, self._tokenizer.eos_token_id)
         return _Answer(request, text, detokenizer, grammar)

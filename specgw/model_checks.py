@@ -20,6 +20,9 @@ MASK_TOKEN_FIELDS = ("dflash_config.mask_token_id", "mask_token_id", "dspark_noi
                      "pard_token", "ptd_token_id")  # fmt: skip
 """Where a draft's `config.json` may name its mask token; the first one found counts."""
 
+TRAINED_TOKENS_FIELD = "pard_num_tokens"
+"""Where `tools/pard_adapt.py` writes how many tokens a pass a PARD draft was trained for."""
+
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "seq_length")
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
 _DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
@@ -146,6 +149,19 @@ def check_models(pair: ModelPair) -> list[str]:
     return [problem for check in _CHECKS for problem in check(pair)]
 
 
+def notice_models(pair: ModelPair) -> list[str]:
+    """Returns one message for each thing that is allowed and not what was asked for."""
+    if pair.draft is None or pair.drafting is None or not pair.drafting.parallel_drafting:
+        return []
+    trained, wanted = pair.draft.config.get(TRAINED_TOKENS_FIELD), pair.args.max_draft_tokens
+    if not isinstance(trained, int) or trained >= wanted:
+        return []
+    return [
+        f"speculative_config.num_speculative_tokens: {pair.draft.name} was trained for {trained} "
+        f"tokens a pass ({TRAINED_TOKENS_FIELD}): drafts of {wanted} are cut to that"
+    ]
+
+
 def mask_token(config: Mapping[str, Any]) -> tuple[str, object] | None:
     """Returns the field of a draft's `config.json` that names the mask token, and its value."""
     for field in MASK_TOKEN_FIELDS:
@@ -155,6 +171,46 @@ def mask_token(config: Mapping[str, Any]) -> tuple[str, object] | None:
         if value is not None:
             return field, value
     return None
+
+
+def resolve_mask_token(name: str, config: Mapping[str, Any], vocab_size: int) -> int:
+    """Returns the id of a parallel draft's mask token.
+
+    Args:
+        name: The draft model, for messages.
+        config: Its `config.json`.
+        vocab_size: Rows of its embedding.
+
+    Raises:
+        ConfigError: if the model names none, or one that it does not have.
+    """
+    key = "speculative_config.parallel_drafting"
+    found = mask_token(config)
+    if found is None:
+        problem = (
+            f"{key}: the config.json of {name} names no mask token; it needs one of "
+            f"{', '.join(MASK_TOKEN_FIELDS)}"
+        )
+        raise ConfigError([problem])
+    field, value = found
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < vocab_size:
+        problem = (
+            f"{key}: {field} of {name} must be a token id in [0, {vocab_size - 1}], got {value!r}"
+        )
+        raise ConfigError([problem])
+    return value
+
+
+def trained_draft_tokens(config: Mapping[str, Any]) -> int | None:
+    """Returns how many tokens a pass a parallel draft was trained for, if it says so.
+
+    Raises:
+        ConfigError: if it does not say it in numbers.
+    """
+    value = config.get(TRAINED_TOKENS_FIELD)
+    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
+        return value
+    raise ConfigError([f"{TRAINED_TOKENS_FIELD}: must be at least 1, got {value!r}"])
 
 
 def _read_model(key: str, name: str, problems: list[str]) -> ModelFiles | None:
@@ -288,22 +344,11 @@ def _num_predicted(pair: ModelPair) -> Iterator[str]:
 def _mask_tokens(pair: ModelPair) -> Iterator[str]:
     if pair.draft is None or pair.drafting is None or not pair.drafting.parallel_drafting:
         return
-    found = mask_token(pair.draft.config)
-    key = "speculative_config.parallel_drafting"
-    if found is None:
-        yield (
-            f"{key}: the config.json of {pair.draft.name} names no mask token; it needs one of "
-            f"{', '.join(MASK_TOKEN_FIELDS)}"
-        )
-        return
-    field, value = found
-    size = pair.draft.vocab_size
-    is_id = isinstance(value, int) and not isinstance(value, bool)
-    if not is_id or not 0 <= int(str(value)) < size:
-        yield (
-            f"{key}: {field} of {pair.draft.name} must be a token id in [0, {size - 1}], "
-            f"got {value!r}"
-        )
+    try:
+        resolve_mask_token(pair.draft.name, pair.draft.config, pair.draft.vocab_size)
+        trained_draft_tokens(pair.draft.config)
+    except ConfigError as error:
+        yield from error.problems
 
 
 def _candidates(pair: ModelPair) -> Iterator[str]:

@@ -61,6 +61,9 @@ class VerifierSettings(Frozen):
     """Most of the host's memory for the KV cache of a model on the CPU."""
     max_waiting_requests: Annotated[int, Field(ge=0)] = 256
     """Most requests that wait for one of the `max_num_seqs` places; more are refused."""
+    max_prefill_tokens_beside_decodes: PositiveInt | None = None
+    """Most prompt rows of a step in which other sessions decode. None takes as many as make it
+    three times as long, by the times measured."""
     draft_timeout_s: Seconds = 1.0
     """Longest wait for a block. Usually it is far shorter: it follows the proposer's answers."""
     wait_for_slow_drafts: bool = False

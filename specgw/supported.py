@@ -30,7 +30,6 @@ _IN = "speculative_config"
 SUPPORTED = (
     Supported("tensor_parallel_size", (1,), "{value} GPUs for one model", "1"),
     Supported(f"{_IN}.method", ("draft_model",), "{value}", "draft_model"),
-    Supported(f"{_IN}.parallel_drafting", (False,), "parallel drafting", "one token after another"),
     Supported(
         f"{_IN}.use_heterogeneous_vocab",
         (False,),

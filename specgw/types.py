@@ -173,6 +173,17 @@ class SamplingParams:
         """Whether the most probable token is always chosen; vLLM's threshold."""
         return self.temperature < 1e-5
 
+    def check_logprobs(self, max_logprobs: int) -> None:
+        """Refuses more log probabilities for a token than are allowed; -1 allows any number.
+
+        Raises:
+            InvalidRequest: naming the field, its value and the limit.
+        """
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(self, name)
+            if count is not None and max_logprobs != -1 and not 0 <= count <= max_logprobs:
+                raise InvalidRequest(name, count, f"must be at most max_logprobs = {max_logprobs}")
+
     @property
     def has_penalties(self) -> bool:
         """Whether tokens that occurred before are more or less probable for it."""
@@ -265,6 +276,7 @@ class OpenSession:
 
     session_id: int
     token_ids: Sequence[int]
+    cache_salt: str = ""
     structured_outputs: StructuredOutputsParams | None = None
     prompt_length: int = 0
 
@@ -343,7 +355,7 @@ class SpeculationStats:
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """One request to a verifier."""
+    """One request to a verifier. It shares cached prefixes with requests of the same salt only."""
 
     request_id: str
     prompt_token_ids: Sequence[int]
@@ -351,14 +363,38 @@ class GenerateRequest:
     output_token_ids: Sequence[int] = ()
     proposer_address: str = ""
     max_draft_tokens: int | None = None
+    cache_salt: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """How probable one token was, and the most probable ones beside it.
+
+    Attributes:
+        token_ids: The token itself, then the most probable ones in order, itself again among them.
+        logprobs: Natural logarithms of their probabilities in the model's own distribution.
+        rank: The token's place among all by probability, from 1.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    rank: int
 
 
 @dataclass(frozen=True, slots=True)
 class GenerateOutput:
-    """Output tokens committed in one step; the last one of a request has a finish reason."""
+    """Output tokens committed in one step; the last one of a request has a finish reason.
+
+    The first has the seed and, with prefix caching, how many tokens were in the cache already.
+    If they were asked for, `logprobs` has an entry for each token, and `prompt_logprobs` of the
+    first output one for each token of the prompt but the first.
+    """
 
     token_ids: Sequence[int]
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     seed: int | None = None
     speculation: SpeculationStats | None = None
+    cached_token_count: int | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()

@@ -25,6 +25,7 @@ from specgw.types import (
     ProposeStep,
     SamplingParams,
     SpeculationStats,
+    TokenLogprobs,
     UndraftedReason,
     VerifierInfo,
 )
@@ -137,15 +138,50 @@ def structured_outputs_to_pb(
 ) -> types_pb2.StructuredOutputs | None:
     if params is None:
         return None
-    return types_pb2.StructuredOutputs(
-        json=str(params.json) if params.json is not None else None,
-        regex=params.regex,
-        choice=None if params.choice is None else types_pb2.Choices(texts=params.choice),
-        grammar=params.grammar,
-        json_object=params.json_object,
+    pb = types_pb2.StructuredOutputs(
         disable_any_whitespace=params.disable_any_whitespace,
         disable_additional_properties=params.disable_additional_properties,
         whitespace_pattern=params.whitespace_pattern,
+    )
+    if params.choice is not None:
+        pb.choice.texts.extend(params.choice)
+    else:
+        setattr(pb, params.constraint, getattr(params, params.constraint))
+    return pb
+
+
+def token_logprobs_from_pb(pb: types_pb2.TokenLogprobs, field: str) -> tuple[TokenLogprobs, ...]:
+    """Unpacks log probabilities.
+
+    Raises:
+        InvalidRequest: naming `field`, if the parts do not match.
+    """
+    ids = token_ids_from_pb(pb.token_ids, f"{field}.token_ids")
+    count = len(pb.ranks)
+    if len(pb.float32_le) != 4 * len(ids) or (len(ids) % count if count else ids):
+        rule = f"must match {count} ranks and {len(pb.float32_le)} bytes of log probabilities"
+        raise InvalidRequest(f"{field}.token_ids.count", len(ids), rule)
+    values = np.frombuffer(pb.float32_le, "<f4").tolist()
+    width = len(ids) // count if count else 0
+    return tuple(
+        TokenLogprobs(
+            tuple(ids[row * width : (row + 1) * width]),
+            tuple(values[row * width : (row + 1) * width]),
+            rank,
+        )
+        for row, rank in enumerate(pb.ranks)
+    )
+
+
+def token_logprobs_to_pb(logprobs: Sequence[TokenLogprobs]) -> types_pb2.TokenLogprobs | None:
+    """Packs log probabilities, as many for each token."""
+    if not logprobs:
+        return None
+    values = np.asarray([one.logprobs for one in logprobs], "<f4")
+    return types_pb2.TokenLogprobs(
+        token_ids=token_ids_to_pb([i for one in logprobs for i in one.token_ids]),
+        float32_le=values.tobytes(),
+        ranks=[one.rank for one in logprobs],
     )
 
 
@@ -383,6 +419,7 @@ def propose_step_to_pb(step: ProposeStep) -> proposer_pb2.ProposeStep:
                 token_ids=token_ids_to_pb(one.token_ids),
                 structured_outputs=structured_outputs_to_pb(one.structured_outputs),
                 prompt_length=one.prompt_length,
+                cache_salt=one.cache_salt,
             )
             for one in step.open
         ],
@@ -406,6 +443,7 @@ def _open_session_from_pb(pb: proposer_pb2.OpenSession, field: str) -> OpenSessi
     return OpenSession(
         pb.session_id,
         token_ids_from_pb(pb.token_ids, f"{field}.token_ids"),
+        pb.cache_salt,
         structured_outputs_from_pb(pb.structured_outputs)
         if pb.HasField("structured_outputs")
         else None,
@@ -482,6 +520,7 @@ def generate_request_from_pb(pb: verifier_pb2.GenerateRequest) -> GenerateReques
         output_token_ids=token_ids_from_pb(pb.output_token_ids, "output_token_ids"),
         proposer_address=pb.proposer_address,
         max_draft_tokens=pb.max_draft_tokens if pb.HasField("max_draft_tokens") else None,
+        cache_salt=pb.cache_salt,
     )
 
 
@@ -494,6 +533,7 @@ def generate_request_to_pb(request: GenerateRequest) -> verifier_pb2.GenerateReq
         proposer_address=request.proposer_address,
         max_draft_tokens=request.max_draft_tokens,
         structured_outputs=structured_outputs_to_pb(request.sampling_params.structured_outputs),
+        cache_salt=request.cache_salt,
     )
 
 
@@ -510,6 +550,9 @@ def generate_output_from_pb(pb: verifier_pb2.GenerateResponse) -> GenerateOutput
         speculation=(
             speculation_stats_from_pb(pb.speculation) if pb.HasField("speculation") else None
         ),
+        logprobs=token_logprobs_from_pb(pb.logprobs, "logprobs"),
+        prompt_logprobs=token_logprobs_from_pb(pb.prompt_logprobs, "prompt_logprobs"),
+        cached_token_count=pb.cached_token_count if pb.HasField("cached_token_count") else None,
     )
 
 
@@ -521,6 +564,9 @@ def generate_output_to_pb(output: GenerateOutput) -> verifier_pb2.GenerateRespon
         stop_token_id=output.stop_token_id,
         seed=output.seed,
         speculation=speculation_stats_to_pb(output.speculation) if output.speculation else None,
+        logprobs=token_logprobs_to_pb(output.logprobs),
+        prompt_logprobs=token_logprobs_to_pb(output.prompt_logprobs),
+        cached_token_count=output.cached_token_count,
     )
 
 

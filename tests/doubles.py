@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from specgw.engine.kv_cache import KVCache, SequenceCache
+from specgw.engine.kv_cache import KVCache
 from specgw.engine.model_runner import ModelRunner, SequenceChunk
 from specgw.types import ModelDescription
 
@@ -13,8 +13,9 @@ from specgw.types import ModelDescription
 class ToyRunner(ModelRunner):
     """A model whose next token follows from the last two: `toy_next`. Rows are real, weights none.
 
-    It predicts from the rows it was fed, not from what the caller thinks it was fed, and it keeps
-    each forward pass's row counts in `passes`. `fault` is called before each pass and may raise.
+    It predicts from the rows in its KV cache, not from what the caller thinks it was fed, and it
+    keeps each forward pass's row counts in `passes`. `fault` is called before each pass and may
+    raise.
     """
 
     def __init__(
@@ -25,16 +26,19 @@ class ToyRunner(ModelRunner):
         kv_cache_tokens: int = 4096,
         vocab_fingerprint: str = "toy",
         poison: Iterable[int] = (),
+        has_prefix_cache: bool = True,
     ) -> None:
         description = ModelDescription(
             "toy", "ToyForCausalLM", vocab_size, vocab_fingerprint, max_model_len, "float32", "cpu"
         )
-        kv_cache = KVCache(1, 1, 1, kv_cache_tokens, torch.float32, torch.device("cpu"))
+        kv_cache = KVCache(
+            *(1, 1, 1, kv_cache_tokens, torch.float32, torch.device("cpu")),
+            has_prefix_cache=has_prefix_cache,
+        )
         super().__init__(lambda batch: torch.empty(0), description, (1,), kv_cache)
         self.passes: list[list[int]] = []
         self.fault: Callable[[Sequence[SequenceChunk]], None] = lambda chunks: None
         self._poison = frozenset(poison)  # after these ids the logits are not numbers
-        self._fed: dict[SequenceCache, list[int]] = {}
 
     def forward(self, chunks: Sequence[SequenceChunk]) -> Tensor:
         self.fault(chunks)
@@ -43,17 +47,21 @@ class ToyRunner(ModelRunner):
         self.passes.append([len(chunk.token_ids) for chunk in chunks])
         rows: list[Tensor] = []
         for chunk in chunks:
-            fed = self._fed.setdefault(chunk.cache, [])
-            del fed[chunk.cache.length :]
-            assert len(fed) == chunk.cache.length
-            assert all(0 <= token_id < self.vocab_size for token_id in chunk.token_ids)
-            fed.extend(chunk.token_ids)
-            assert len(fed) <= self.max_model_len
-            chunk.cache.length = len(fed)
+            fed = self._feed(chunk)
             rows += [
                 self._logits(fed[: len(fed) - back]) for back in reversed(range(chunk.num_logits))
             ]
         return torch.stack(rows) if rows else torch.empty(0, self.vocab_size)
+
+    def _feed(self, chunk: SequenceChunk) -> list[int]:
+        """Stores token ids as rows and returns all rows of the sequence."""
+        start, end = chunk.cache.length, chunk.cache.length + len(chunk.token_ids)
+        assert end <= self.max_model_len
+        assert all(0 <= token_id < self.vocab_size for token_id in chunk.token_ids)
+        rows = self.kv_cache.layers[0][:, 0, 0]
+        rows[chunk.cache.slot_ids(start, end)] = torch.tensor(chunk.token_ids, dtype=rows.dtype)
+        chunk.cache.length = end
+        return [int(row) for row in rows[chunk.cache.slot_ids(0, end)]]
 
     def _logits(self, context: Sequence[int]) -> Tensor:
         logits = torch.zeros(self.vocab_size)

@@ -110,12 +110,17 @@ def verifier_args(
     proposers: Sequence[str] = (),
     num_draft_tokens: int = 4,
     draft_model: str = "scripted",
+    parallel_drafting: bool = False,
     **verifier: Any,
 ) -> EngineArgs:
     """Returns a configuration that waits for every block, unless told otherwise."""
     return parse_config({
         "model": "scripted",
-        "speculative_config": {"model": draft_model, "num_speculative_tokens": num_draft_tokens},
+        "speculative_config": {
+            "model": draft_model,
+            "num_speculative_tokens": num_draft_tokens,
+            "parallel_drafting": parallel_drafting,
+        },
         "specgw": {
             "verifier": {
                 "proposers": tuple(proposers),

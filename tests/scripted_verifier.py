@@ -17,6 +17,7 @@ from specgw.types import (
     GenerateRequest,
     ModelDescription,
     SpeculationStats,
+    TokenLogprobs,
     UndraftedReason,
     VerifierInfo,
 )
@@ -33,6 +34,7 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer):
         eos_token_id: Ends the output unless the request ignores it.
         hold_at: Output length at which a call waits until `released` is set.
         fail_at: Output length at which a call ends with `failure`, once.
+        cached_token_count: What it says of its prefix cache in its first output.
         reports: What the verifier says of itself where that is not the default.
     """
 
@@ -49,9 +51,11 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer):
         hold_at: int | None = None,
         fail_at: int | None = None,
         failure: SpecgwError | None = None,
+        cached_token_count: int | None = None,
         **reports: Any,
     ) -> None:
         self.requests: list[GenerateRequest] = []
+        self._cached_token_count = cached_token_count
         self.deadlines_s: list[float] = []
         self.open_count = 0
         self.cancelled_count = 0
@@ -121,6 +125,12 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer):
         stats = SpeculationStats()
         stats.count_undrafted(UndraftedReason.DISABLED)
         position = len(request.output_token_ids)
+        num_cached = self._cached_token_count
+        prompt_logprobs = (
+            ()
+            if request.output_token_ids
+            else scripted_logprobs(request.prompt_token_ids[1:], params.prompt_logprobs)
+        )
         while True:
             await self._interrupt(position)
             block = token_ids[position : min(position + self._block_size, end)]
@@ -128,7 +138,15 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer):
             if request.max_draft_tokens != 0 and self._block_size > 1 and block:
                 stats.count_round(self._block_size, min(len(block), self._block_size - 1))
             if position < end:
-                yield GenerateOutput(block, seed=params.seed, speculation=stats.copy())
+                yield GenerateOutput(
+                    block,
+                    seed=params.seed,
+                    speculation=stats.copy(),
+                    cached_token_count=num_cached,
+                    logprobs=scripted_logprobs(block, params.logprobs),
+                    prompt_logprobs=prompt_logprobs,
+                )
+                num_cached, prompt_logprobs = None, ()
                 continue
             yield GenerateOutput(
                 block,
@@ -136,6 +154,9 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer):
                 token_ids[end - 1] if stop_at else None,
                 params.seed,
                 stats.copy(),
+                num_cached,
+                scripted_logprobs(block, params.logprobs),
+                prompt_logprobs,
             )
             return
 
@@ -155,6 +176,17 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer):
     async def _until(self, is_true: Any) -> None:
         async with asyncio.timeout(5), self.changed:
             await self.changed.wait_for(is_true)
+
+
+def scripted_logprobs(token_ids: Sequence[int], num_top: int | None) -> tuple[TokenLogprobs, ...]:
+    """Returns -id / 8 for each token, and -1, -2, ... for the tokens 0, 1, ... beside it."""
+    if num_top is None:
+        return ()
+    top, values = tuple(range(num_top)), tuple(-1.0 - i for i in range(num_top))
+    return tuple(
+        TokenLogprobs((token_id, *top), (-token_id / 8, *values), token_id + 1)
+        for token_id in token_ids
+    )
 
 
 @asynccontextmanager

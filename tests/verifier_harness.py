@@ -1,6 +1,7 @@
 """A verifier's core in the test's own thread: no sockets, every step under control."""
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from specgw.engine.model_runner import ModelRunner
@@ -14,6 +15,7 @@ from specgw.types import (
     Hello,
     SamplingParams,
     SpeculationStats,
+    TokenLogprobs,
 )
 from verifier_svc.custom_processors import CustomLogitsProcessor
 from verifier_svc.drafting import Drafting
@@ -34,6 +36,8 @@ class Answer:
     seed: int | None = None
     speculation: SpeculationStats | None = None
     error: SpecgwError | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     @property
     def is_done(self) -> bool:
@@ -52,6 +56,8 @@ class InlineVerifier:
         max_num_seqs: int = 16,
         max_num_batched_tokens: int = 512,
         max_waiting_requests: int = 1_000,
+        max_prefill_tokens_beside_decodes: int | None = 512,
+        clock: Callable[[], float] = time.monotonic,
         wait_for_slow_drafts: bool = True,
         draft_timeout_s: float = 10.0,
         custom_processors: Sequence[CustomLogitsProcessor] = (),
@@ -65,9 +71,14 @@ class InlineVerifier:
             Verifier(runner, custom_processors),
             self.drafting,
             SchedulerLimits(
-                max_num_seqs, max_num_batched_tokens, max_waiting_requests, max_draft_tokens
+                max_num_seqs,
+                max_num_batched_tokens,
+                max_waiting_requests,
+                max_draft_tokens,
+                max_prefill_tokens_beside_decodes,
             ),
             self._deliver,
+            clock=clock,
         )
         for link in links:
             hello = Hello("verifier-1", runner.description, max_draft_tokens)
@@ -129,6 +140,8 @@ class InlineVerifier:
             answer.stop_token_id = output.stop_token_id
             answer.seed = answer.seed if output.seed is None else output.seed
             answer.speculation = output.speculation
+            answer.logprobs += output.logprobs
+            answer.prompt_logprobs += output.prompt_logprobs
 
 
 def plain_answers(

@@ -294,6 +294,7 @@ class Drafting:
             OpenSession(
                 session.session_id,
                 tuple(session.context),
+                request.cache_salt,
                 request.sampling_params.structured_outputs,
                 len(request.prompt_token_ids),
             )

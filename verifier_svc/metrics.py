@@ -76,6 +76,8 @@ class _SnapshotCollector(Collector):
             ("steps", "Forward passes.", snapshot.step_count),
             ("output_tokens", "Output tokens committed.", snapshot.output_token_count),
             ("preemptions", "Sessions whose KV cache was taken.", snapshot.preemption_count),
+            ("prefix_cache_queries", "Tokens of started requests.", snapshot.prefix_query_count),
+            ("prefix_cache_hits", "Of these, tokens in the cache.", snapshot.prefix_hit_count),
             ("drafts", "Rounds with draft tokens.", stats.draft_count),
             ("draft_tokens", "Draft tokens verified.", stats.draft_token_count),
             ("accepted_tokens", "Draft tokens accepted.", stats.accepted_token_count),

@@ -16,6 +16,7 @@ from specgw.errors import Overloaded, SpecgwError
 from specgw.types import GenerateOutput, ProposerStatus, SpeculationStats
 from verifier_svc.drafting import Drafting, moving_average
 from verifier_svc.inbox import Blocks, Cancel, Event, Inbox, LinkDown, LinkUp, Stop, Submit
+from verifier_svc.prefill_budget import PrefillBudget
 from verifier_svc.session import Session, open_session
 from verifier_svc.verifier import Verified, Verifier, VerifyRows
 
@@ -34,6 +35,7 @@ class SchedulerLimits:
     max_num_batched_tokens: int
     max_waiting_requests: int
     max_draft_tokens: int
+    max_prefill_tokens_beside_decodes: int | None = None  # None for a measured one
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,8 @@ class Snapshot:
     step_count: int
     output_token_count: int
     preemption_count: int
+    prefix_query_count: int  # tokens of started requests
+    prefix_hit_count: int  # those of them whose rows were cached
     proposers: tuple[ProposerStatus, ...]
     speculation: SpeculationStats
 
@@ -81,8 +85,10 @@ class Scheduler:
         self._running: list[Session] = []  # oldest first
         self._waiting: deque[Session] = deque()
         self._outputs: list[tuple[int, GenerateOutput | SpecgwError]] = []
+        self._prefill_budget = PrefillBudget(limits.max_prefill_tokens_beside_decodes)
         self._speculation = SpeculationStats()
         self._step_count = self._output_token_count = self._preemption_count = 0
+        self._prefix_query_count = self._prefix_hit_count = 0
         self._num_failed_in_a_row = 0
         self._is_stopping = False
         self.snapshot = self._take_snapshot()
@@ -184,14 +190,23 @@ class Scheduler:
         while self._waiting and self._free_seqs > 0:
             session = self._waiting[0]
             cache = self._verifier.runner.kv_cache.new_sequence()
+            session.reuse_rows(cache)
             try:
                 cache.reserve(len(session.context) + max(session.draft_room(), 0))
             except OutOfBlocks:
                 cache.release()
                 return
             session.cache = cache
+            self._count_reused(session)
             self._running.append(self._waiting.popleft())
             self._drafting.open(session, now)
+
+    def _count_reused(self, session: Session) -> None:
+        """Counts what a session begins with, as vLLM does: not again when it was preempted."""
+        if session.num_reused is None and self._verifier.runner.kv_cache.has_prefix_cache:
+            session.num_reused = session.num_cached
+            self._prefix_query_count += len(session.context)
+            self._prefix_hit_count += session.num_cached
 
     # 2. Build one ragged batch.
 
@@ -203,20 +218,29 @@ class Scheduler:
         """Takes decoding sessions first, then prefill chunks, oldest first, as rows allow.
 
         Every decoding session gets a row before any gets more for its drafts, and drafts leave room
-        for one prefill chunk.
+        for one prefill chunk. Beside decoding sessions, prefill takes no more rows than they bear.
         """
         ready = [s for s in self._running if s.draft.deadline is None]
         ready.sort(key=lambda session: not session.is_decoding)
         budget = self._limits.max_num_batched_tokens
         max_drafts = self._max_drafts_each(ready, budget)
+        prefill_budget = self._max_prefill_rows(budget)
         batch: dict[int, tuple[Session, VerifyRows]] = {}
         for session in ready:
-            if budget and session in self._running:
-                rows = self._reserve(session, budget, max_drafts, batch)
+            is_decoding = session.is_decoding
+            room = budget if is_decoding else min(budget, prefill_budget)
+            if room and session in self._running:
+                rows = self._reserve(session, room, max_drafts, batch)
                 if rows is not None:
                     batch[session.session_id] = session, rows
                     budget -= rows.num_rows
+                    prefill_budget -= 0 if is_decoding else rows.num_rows
         return list(batch.values())
+
+    def _max_prefill_rows(self, budget: int) -> int:
+        if any(session.is_decoding for session in self._running):
+            return self._prefill_budget.rows(budget)
+        return budget
 
     def _max_drafts_each(self, ready: Sequence[Session], budget: int) -> int:
         """Returns the draft tokens that leave every session its row, and prefills a chunk."""
@@ -267,6 +291,7 @@ class Scheduler:
             sampling_params=session.request.sampling_params,
             seed=session.seed,
             processors=session.processors,
+            scored_token_ids=session.tokens_to_score(first + len(missing)),
         )
 
     def _preempt(self, session: Session) -> None:
@@ -301,7 +326,9 @@ class Scheduler:
     def _report(self, batch: Sequence[tuple[Session, VerifyRows]], forward_s: float) -> None:
         self._step_count += 1
         self._on_step(StepReport(sum(rows.num_rows for _, rows in batch), forward_s))
-        if all(len(rows.missing_token_ids) == 1 for _, rows in batch):
+        missing = [len(rows.missing_token_ids) for _, rows in batch]
+        self._prefill_budget.observe(sum(count for count in missing if count > 1), forward_s)
+        if all(count == 1 for count in missing):
             self._drafting.step_s = moving_average(self._drafting.step_s, forward_s)
 
     # 4. Commit the output tokens.
@@ -310,14 +337,18 @@ class Scheduler:
         self, batch: Sequence[tuple[Session, VerifyRows]], verified: Sequence[Verified] | None
     ) -> None:
         for (session, rows), result in zip(batch, verified or (), strict=False):
+            session.prompt_logprobs.extend(result.prompt_logprobs)
             if result.error is not None:
                 self._outputs.append((session.session_id, result.error))
                 self._end(session)
             elif rows.is_complete:
                 self._commit_session(session, rows, result)
+            else:
+                session.publish_rows()
 
     def _commit_session(self, session: Session, rows: VerifyRows, result: Verified) -> None:
         kept, finish_reason, stop_token_id = session.append(result.output_token_ids)
+        session.publish_rows()
         self._count(session, rows, min(result.num_accepted, len(kept)))
         self._output_token_count += len(kept)
         output = GenerateOutput(
@@ -326,6 +357,9 @@ class Scheduler:
             stop_token_id=stop_token_id,
             seed=None if session.has_started else session.seed,
             speculation=session.speculation.copy(),
+            logprobs=tuple(result.logprobs[: len(kept)]),
+            prompt_logprobs=() if session.has_started else tuple(session.prompt_logprobs),
+            cached_token_count=None if session.has_started else session.num_reused,
         )
         session.has_started = True
         self._outputs.append((session.session_id, output))
@@ -374,6 +408,8 @@ class Scheduler:
             step_count=self._step_count,
             output_token_count=self._output_token_count,
             preemption_count=self._preemption_count,
+            prefix_query_count=self._prefix_query_count,
+            prefix_hit_count=self._prefix_hit_count,
             proposers=self._drafting.status(),
             speculation=self._speculation.copy(),
         )

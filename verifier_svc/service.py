@@ -80,6 +80,7 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
                 args.max_num_batched_tokens,
                 settings.max_waiting_requests,
                 args.max_draft_tokens,
+                settings.max_prefill_tokens_beside_decodes,
             ),
             self._deliver,
             metrics.observe_step,
@@ -125,6 +126,7 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
             self._runner.max_model_len,
             self._runner.vocab_size,
             [link.address for link in self._links],
+            self._args.max_logprobs,
         )
         seed = generate_request.sampling_params.seed
         if seed is None:

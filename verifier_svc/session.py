@@ -3,9 +3,16 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from specgw.engine.block_hashes import BlockHashes
 from specgw.engine.kv_cache import SequenceCache
 from specgw.errors import InvalidRequest
-from specgw.types import FinishReason, GenerateRequest, SpeculationStats, UndraftedReason
+from specgw.types import (
+    FinishReason,
+    GenerateRequest,
+    SpeculationStats,
+    TokenLogprobs,
+    UndraftedReason,
+)
 from verifier_svc.logits_processors import RowProcessors
 
 
@@ -56,10 +63,13 @@ class Session:
     length_limit: int  # The context may not grow longer than this many tokens.
     stop_token_ids: frozenset[int]
     context: list[int]
+    block_hashes: BlockHashes
     processors: RowProcessors | None = None
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     cache: SequenceCache | None = None
     draft: DraftState = field(default_factory=DraftState)
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
+    num_reused: int | None = None  # rows it began with; none before, and without a prefix cache
     has_started: bool = False
 
     @property
@@ -76,6 +86,33 @@ class Session:
     def is_decoding(self) -> bool:
         """Whether only the last context token is missing from the cache."""
         return self.num_cached == len(self.context) - 1
+
+    def tokens_to_score(self, num_cached: int) -> Sequence[int]:
+        """Returns the prompt tokens to compute log probabilities for, if asked for.
+
+        They are those that the first `num_cached` context tokens predict, less those scored before.
+        An earlier attempt at the request has delivered them already.
+        """
+        request = self.request
+        if request.sampling_params.prompt_logprobs is None or request.output_token_ids:
+            return ()
+        return request.prompt_token_ids[1 + len(self.prompt_logprobs) : 1 + num_cached]
+
+    def reuse_rows(self, cache: SequenceCache) -> None:
+        """Begins an empty cache with the rows that others have left.
+
+        Rows whose logits are needed are computed: the last one, and those that score the prompt.
+        """
+        length = len(self.context) - 1
+        if self.tokens_to_score(length):
+            length = len(self.prompt_logprobs)
+        cache.adopt(self.block_hashes.within(self.context, length))
+
+    def publish_rows(self) -> None:
+        """Lets others use the rows of the context. There must be none of draft tokens."""
+        if self.cache is not None:
+            length = min(self.cache.length, len(self.context))
+            self.cache.publish(self.block_hashes.within(self.context, length))
 
     def draft_room(self) -> int:
         """Draft tokens that can still be of use: the round adds one token of its own."""
@@ -125,12 +162,17 @@ def open_session(
         length_limit=limit,
         stop_token_ids=frozenset((*params.stop_token_ids, *(() if ignores_eos else eos_token_ids))),
         context=[*request.prompt_token_ids, *request.output_token_ids],
+        block_hashes=BlockHashes(request.cache_salt),
         processors=processors,
     )
 
 
 def check_request(
-    request: GenerateRequest, max_model_len: int, vocab_size: int, proposers: Sequence[str]
+    request: GenerateRequest,
+    max_model_len: int,
+    vocab_size: int,
+    proposers: Sequence[str],
+    max_logprobs: int,
 ) -> None:
     """Refuses a request that can never be served, before any work.
 
@@ -138,6 +180,7 @@ def check_request(
         InvalidRequest: naming the field and its value.
     """
     params = request.sampling_params
+    params.check_logprobs(max_logprobs)
     context_length = len(request.prompt_token_ids) + len(request.output_token_ids)
     if not request.prompt_token_ids:
         raise InvalidRequest("prompt_token_ids", [], "must have at least one token")

@@ -4,16 +4,17 @@ Knows nothing of sessions' lives, proposers or clocks: caches and tokens in, out
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from specgw.engine.kv_cache import SequenceCache
+from specgw.engine.logprobs import token_logprobs
 from specgw.engine.model_runner import ModelRunner, SequenceChunk
 from specgw.engine.sampling import RowSampling, sample
 from specgw.errors import SpecgwError
 from specgw.grammar import GrammarMatcher
-from specgw.types import GenerateRequest, SamplingParams
+from specgw.types import GenerateRequest, SamplingParams, TokenLogprobs
 from verifier_svc.custom_processors import CustomLogitsProcessor
 from verifier_svc.logits_processors import RowProcessors, build_processors
 from verifier_svc.rejection_sampler import accept_matching
@@ -24,7 +25,8 @@ class VerifyRows:
     """One session's part of a step: context tokens not yet in the cache, then its draft tokens.
 
     `is_complete` is false for a prefill chunk that stops short of the context's end; it has no
-    drafts and gives no output.
+    drafts and gives no output. `scored_token_ids` are prompt tokens whose log probabilities are
+    asked for; the rows that predict them are the last ones before those that are verified.
     """
 
     cache: SequenceCache
@@ -35,6 +37,7 @@ class VerifyRows:
     sampling_params: SamplingParams
     seed: int
     processors: RowProcessors | None = None
+    scored_token_ids: Sequence[int] = ()
 
     @property
     def num_rows(self) -> int:
@@ -43,7 +46,12 @@ class VerifyRows:
 
     @property
     def num_logits(self) -> int:
-        """Last rows whose logits are needed: one for each draft token, and one more."""
+        """Last rows whose logits are needed."""
+        return len(self.scored_token_ids) + self.num_verified
+
+    @property
+    def num_verified(self) -> int:
+        """Last rows that are verified: one for each draft token, and one more."""
         return len(self.draft_token_ids) + 1 if self.is_complete else 0
 
 
@@ -51,11 +59,14 @@ class VerifyRows:
 class Verified:
     """What one session's rows gave: accepted draft tokens, then one token of the target's own.
 
-    With an `error`, the session cannot go on; others are none the worse for it.
+    Log probabilities are there if asked for: of the output tokens, and of the prompt's. With an
+    `error`, the session cannot go on; others are none the worse for it.
     """
 
     output_token_ids: Sequence[int]
     num_accepted: int
+    logprobs: Sequence[TokenLogprobs] = ()
+    prompt_logprobs: Sequence[TokenLogprobs] = ()
     error: SpecgwError | None = None
 
 
@@ -90,11 +101,12 @@ class Verifier:
         first = 0
         for rows in batch:
             last = first + rows.num_logits
+            scored, first = logits[first : last - rows.num_verified], last - rows.num_verified
             if rows.sampling_params.is_greedy and rows.processors is None:
                 draws = iter(most_probable[first:last])
             else:
                 draws = _draws(rows, logits[first:last])
-            results.append(_accept(rows, draws))
+            results.append(_with_logprobs(rows, _accept(rows, draws), scored, logits[first:last]))
             first = last
         return results
 
@@ -130,8 +142,28 @@ def _accept(rows: VerifyRows, draws: Iterator[int]) -> Verified:
     try:
         output, num_accepted = accept_matching(rows.draft_token_ids, draws)
     except SpecgwError as error:
-        return Verified((), 0, error)
+        return Verified((), 0, error=error)
     rows.cache.truncate(rows.context_length + num_accepted)
     if rows.processors is not None:
         rows.processors.commit(output)
     return Verified(output, num_accepted)
+
+
+def _with_logprobs(
+    rows: VerifyRows,
+    verified: Verified,
+    scored_logits: Tensor,  # [len(scored_token_ids), vocab_size]
+    logits: Tensor,  # [num_verified, vocab_size]
+) -> Verified:
+    """Adds the log probabilities asked for: raw, so that no parameter changes them, as in vLLM.
+
+    Accepted, recovered and bonus tokens alike are drawn from the rows in order, one from each.
+    """
+    params, output = rows.sampling_params, verified.output_token_ids
+    if params.prompt_logprobs is not None and rows.scored_token_ids:
+        scored = token_logprobs(scored_logits, rows.scored_token_ids, params.prompt_logprobs)
+        verified = replace(verified, prompt_logprobs=scored)
+    if params.logprobs is not None and output:
+        scored = token_logprobs(logits[: len(output)], output, params.logprobs)
+        verified = replace(verified, logprobs=scored)
+    return verified

@@ -50,6 +50,7 @@ class ModelOptions:
         cpu_memory_fraction: Share of the host's memory for the KV cache.
         max_num_seqs: How many sequences will run at once.
         num_threads: Threads for one operator in this process; None for torch's choice.
+        enable_prefix_caching: Whether sequences that begin alike share rows of the KV cache.
         section: Where in `specgw` the options come from, for messages.
     """
 
@@ -63,6 +64,7 @@ class ModelOptions:
     cpu_memory_fraction: float = 0.25
     max_num_seqs: int = 16
     num_threads: int | None = None
+    enable_prefix_caching: bool = True
     section: str = "verifier"
 
 
@@ -79,6 +81,7 @@ def target_options(args: EngineArgs) -> ModelOptions:
         cpu_memory_fraction=settings.cpu_memory_fraction,
         max_num_seqs=args.max_num_seqs,
         num_threads=settings.num_threads,
+        enable_prefix_caching=args.enable_prefix_caching,
     )
 
 
@@ -97,6 +100,7 @@ def draft_options(args: EngineArgs) -> ModelOptions:
         cpu_memory_fraction=settings.cpu_memory_fraction,
         max_num_seqs=settings.max_sessions,
         num_threads=settings.num_threads,
+        enable_prefix_caching=args.enable_prefix_caching,
         section="proposer",
     )
 
@@ -235,7 +239,15 @@ def _build_kv_cache(
         )
         raise ConfigError([problem])
     blocks = -(-capacity // BLOCK_SIZE)
-    return KVCache(num_layers, num_kv_heads, head_dim, blocks * BLOCK_SIZE, dtype, device)
+    return KVCache(
+        num_layers,
+        num_kv_heads,
+        head_dim,
+        blocks * BLOCK_SIZE,
+        dtype,
+        device,
+        has_prefix_cache=options.enable_prefix_caching,
+    )
 
 
 def _default_capacity(

@@ -1,4 +1,4 @@
-"""Masks over the vocabulary, from the packed form that grammars make to the one that logits take."""
+"""Turns masks over the vocabulary from the form that grammars make to the one logits take."""
 
 import numpy as np
 import torch

@@ -33,6 +33,8 @@ class GatewayServiceGenerateRequest(_message.Message):
     KEEP_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     MAX_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     STRUCTURED_OUTPUTS_FIELD_NUMBER: _builtins.int
+    BAD_WORDS_FIELD_NUMBER: _builtins.int
+    INCLUDE_STOP_STR_IN_OUTPUT_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Served model name. Empty means the one model served; another is NOT_FOUND."""
     prompt: _builtins.str
@@ -41,6 +43,8 @@ class GatewayServiceGenerateRequest(_message.Message):
     """Keeps special tokens, such as end-of-sequence markers, in the text."""
     max_draft_tokens: _builtins.int
     """Most draft tokens per round; 0 switches speculation off. Absent means as configured."""
+    include_stop_str_in_output: _builtins.bool
+    """Keeps the stop string or stop token that ended the output in the text."""
     @_builtins.property
     def prompt_token_ids(self) -> _types_pb2.TokenIds:
         """Token ids, used as they are."""
@@ -57,6 +61,10 @@ class GatewayServiceGenerateRequest(_message.Message):
     def structured_outputs(self) -> _types_pb2.StructuredOutputs:
         """What the text of the output must be. Absent means any text."""
 
+    @_builtins.property
+    def bad_words(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Words that the output must not have, alone or after a space."""
+
     def __init__(
         self,
         *,
@@ -68,10 +76,12 @@ class GatewayServiceGenerateRequest(_message.Message):
         keep_special_tokens: _builtins.bool = ...,
         max_draft_tokens: _builtins.int | None = ...,
         structured_outputs: _types_pb2.StructuredOutputs | None = ...,
+        bad_words: _abc.Iterable[_builtins.str] | None = ...,
+        include_stop_str_in_output: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens", "input", b"input", "max_draft_tokens", b"max_draft_tokens", "prompt", b"prompt", "prompt_token_ids", b"prompt_token_ids", "sampling_params", b"sampling_params", "structured_outputs", b"structured_outputs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens", "input", b"input", "keep_special_tokens", b"keep_special_tokens", "max_draft_tokens", b"max_draft_tokens", "model", b"model", "prompt", b"prompt", "prompt_token_ids", b"prompt_token_ids", "sampling_params", b"sampling_params", "stop", b"stop", "structured_outputs", b"structured_outputs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens", "bad_words", b"bad_words", "include_stop_str_in_output", b"include_stop_str_in_output", "input", b"input", "keep_special_tokens", b"keep_special_tokens", "max_draft_tokens", b"max_draft_tokens", "model", b"model", "prompt", b"prompt", "prompt_token_ids", b"prompt_token_ids", "sampling_params", b"sampling_params", "stop", b"stop", "structured_outputs", b"structured_outputs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_draft_tokens: _TypeAlias = _typing.Literal["max_draft_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_draft_tokens: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens"]  # noqa: Y015
@@ -99,6 +109,8 @@ class GatewayServiceGenerateResponse(_message.Message):
     OUTPUT_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
     SPECULATION_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """Text since the previous response: whole characters only, and nothing that may still turn out to be a stop string."""
     finish_reason: _builtins.str
@@ -121,6 +133,14 @@ class GatewayServiceGenerateResponse(_message.Message):
     def speculation(self) -> _types_pb2.SpeculationStats:
         """What became of the draft tokens. Set in the last response."""
 
+    @_builtins.property
+    def logprobs(self) -> _types_pb2.TokenLogprobs:
+        """Of `token_ids`, if asked for."""
+
+    @_builtins.property
+    def prompt_logprobs(self) -> _types_pb2.TokenLogprobs:
+        """Of the prompt's tokens but the first, if asked for. Set in the first response."""
+
     def __init__(
         self,
         *,
@@ -133,10 +153,12 @@ class GatewayServiceGenerateResponse(_message.Message):
         output_token_count: _builtins.int = ...,
         seed: _builtins.int | None = ...,
         speculation: _types_pb2.SpeculationStats | None = ...,
+        logprobs: _types_pb2.TokenLogprobs | None = ...,
+        prompt_logprobs: _types_pb2.TokenLogprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "_stop_string", b"_stop_string", "_stop_token_id", b"_stop_token_id", "seed", b"seed", "speculation", b"speculation", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "_stop_string", b"_stop_string", "_stop_token_id", b"_stop_token_id", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "seed", b"seed", "speculation", b"speculation", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "_stop_string", b"_stop_string", "_stop_token_id", b"_stop_token_id", "finish_reason", b"finish_reason", "output_token_count", b"output_token_count", "prompt_token_count", b"prompt_token_count", "seed", b"seed", "speculation", b"speculation", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "_stop_string", b"_stop_string", "_stop_token_id", b"_stop_token_id", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "output_token_count", b"output_token_count", "prompt_logprobs", b"prompt_logprobs", "prompt_token_count", b"prompt_token_count", "seed", b"seed", "speculation", b"speculation", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
     _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015

@@ -324,6 +324,42 @@ class Choices(_message.Message):
 Global___Choices: _TypeAlias = Choices  # noqa: Y015
 
 @_typing.final
+class TokenLogprobs(_message.Message):
+    """How probable tokens were in the model's own distribution, and the most probable ones beside each."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    FLOAT32_LE_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
+    float32_le: _builtins.bytes
+    """Natural logarithms of their probabilities, as little-endian float32: shape [count, 1 + top]. A length that does not
+    match `token_ids` is refused with INVALID_ARGUMENT.
+    """
+    @_builtins.property
+    def token_ids(self) -> Global___TokenIds:
+        """The token itself, then the most probable ones in order, for one token after the other: shape [count, 1 + top]."""
+
+    @_builtins.property
+    def ranks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Place of each token among all by probability, from 1: shape [count]."""
+
+    def __init__(
+        self,
+        *,
+        token_ids: Global___TokenIds | None = ...,
+        float32_le: _builtins.bytes = ...,
+        ranks: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["token_ids", b"token_ids"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["float32_le", b"float32_le", "ranks", b"ranks", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenLogprobs: _TypeAlias = TokenLogprobs  # noqa: Y015
+
+@_typing.final
 class ModelDescription(_message.Message):
     """What one service has loaded."""
 

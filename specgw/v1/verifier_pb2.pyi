@@ -57,6 +57,7 @@ class GenerateRequest(_message.Message):
     PROPOSER_ADDRESS_FIELD_NUMBER: _builtins.int
     MAX_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     STRUCTURED_OUTPUTS_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Identifies the request in logs. Not empty; need not be unique."""
     proposer_address: _builtins.str
@@ -67,6 +68,8 @@ class GenerateRequest(_message.Message):
     """Most draft tokens per round. Range [0, configured]; 0 switches speculation off for this request. Absent means as
     configured.
     """
+    cache_salt: _builtins.str
+    """Requests share cached prefixes only with requests of the same salt. Empty is a salt like any other."""
     @_builtins.property
     def prompt_token_ids(self) -> _types_pb2.TokenIds:
         """The prompt. At least one token, and shorter than the model's context."""
@@ -98,10 +101,11 @@ class GenerateRequest(_message.Message):
         proposer_address: _builtins.str = ...,
         max_draft_tokens: _builtins.int | None = ...,
         structured_outputs: _types_pb2.StructuredOutputs | None = ...,
+        cache_salt: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens", "max_draft_tokens", b"max_draft_tokens", "output_token_ids", b"output_token_ids", "prompt_token_ids", b"prompt_token_ids", "sampling_params", b"sampling_params", "structured_outputs", b"structured_outputs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens", "max_draft_tokens", b"max_draft_tokens", "output_token_ids", b"output_token_ids", "prompt_token_ids", b"prompt_token_ids", "proposer_address", b"proposer_address", "request_id", b"request_id", "sampling_params", b"sampling_params", "structured_outputs", b"structured_outputs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens", "cache_salt", b"cache_salt", "max_draft_tokens", b"max_draft_tokens", "output_token_ids", b"output_token_ids", "prompt_token_ids", b"prompt_token_ids", "proposer_address", b"proposer_address", "request_id", b"request_id", "sampling_params", b"sampling_params", "structured_outputs", b"structured_outputs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_draft_tokens: _TypeAlias = _typing.Literal["max_draft_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_draft_tokens: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens"]  # noqa: Y015
@@ -120,12 +124,17 @@ class GenerateResponse(_message.Message):
     STOP_TOKEN_ID_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
     SPECULATION_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    CACHED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     finish_reason: Global___FinishReason.ValueType
     """Why generation ended. UNSPECIFIED in every response but the last."""
     stop_token_id: _builtins.int
     """The token that ended generation, if `finish_reason` is STOP."""
     seed: _builtins.int
     """Seed of the request's random numbers. Set in the first response."""
+    cached_token_count: _builtins.int
+    """Tokens of the request that were in the prefix cache. Set in the first response if there is such a cache."""
     @_builtins.property
     def token_ids(self) -> _types_pb2.TokenIds:
         """Output tokens since the previous response, in order."""
@@ -133,6 +142,14 @@ class GenerateResponse(_message.Message):
     @_builtins.property
     def speculation(self) -> _types_pb2.SpeculationStats:
         """What became of the draft tokens, counted from the start of this call."""
+
+    @_builtins.property
+    def logprobs(self) -> _types_pb2.TokenLogprobs:
+        """Of `token_ids`, if asked for."""
+
+    @_builtins.property
+    def prompt_logprobs(self) -> _types_pb2.TokenLogprobs:
+        """Of the prompt's tokens but the first, if asked for. Set in the first response of a first attempt."""
 
     def __init__(
         self,
@@ -142,15 +159,22 @@ class GenerateResponse(_message.Message):
         stop_token_id: _builtins.int | None = ...,
         seed: _builtins.int | None = ...,
         speculation: _types_pb2.SpeculationStats | None = ...,
+        logprobs: _types_pb2.TokenLogprobs | None = ...,
+        prompt_logprobs: _types_pb2.TokenLogprobs | None = ...,
+        cached_token_count: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "_stop_token_id", b"_stop_token_id", "seed", b"seed", "speculation", b"speculation", "stop_token_id", b"stop_token_id", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cached_token_count", b"_cached_token_count", "_seed", b"_seed", "_stop_token_id", b"_stop_token_id", "cached_token_count", b"cached_token_count", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "seed", b"seed", "speculation", b"speculation", "stop_token_id", b"stop_token_id", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "_stop_token_id", b"_stop_token_id", "finish_reason", b"finish_reason", "seed", b"seed", "speculation", b"speculation", "stop_token_id", b"stop_token_id", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cached_token_count", b"_cached_token_count", "_seed", b"_seed", "_stop_token_id", b"_stop_token_id", "cached_token_count", b"cached_token_count", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "seed", b"seed", "speculation", b"speculation", "stop_token_id", b"stop_token_id", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__cached_token_count: _TypeAlias = _typing.Literal["cached_token_count"]  # noqa: Y015
+    _WhichOneofArgType__cached_token_count: _TypeAlias = _typing.Literal["_cached_token_count", b"_cached_token_count"]  # noqa: Y015
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
     _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
     _WhichOneofReturnType__stop_token_id: _TypeAlias = _typing.Literal["stop_token_id"]  # noqa: Y015
     _WhichOneofArgType__stop_token_id: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__cached_token_count) -> _WhichOneofReturnType__cached_token_count | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__seed) -> _WhichOneofReturnType__seed | None: ...
     @_typing.overload

@@ -1,7 +1,7 @@
 """The real draft model behind both links: lossless whatever it is, and perfect if it is the target.
 
 Draft = target must be accepted throughout, and an unrelated draft must still change nothing: these
-two find most bugs.
+two find most bugs. Drafted one token after another, and all in one pass.
 """
 
 import asyncio
@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from proposer_svc.draft_model import DraftModelDrafter
+from proposer_svc.parallel_draft import ParallelDrafter
 from proposer_svc.proposer import ProposerCore
 from proposer_svc.service import SERVICE_NAME, ProposerService
 from specgw.engine.loading import ModelOptions, load_model
@@ -20,6 +21,7 @@ from specgw.link import InProcessLink
 from specgw.server import ServiceServer
 from specgw.types import SamplingParams, SpeculationStats
 from tests.conformance.test_lossless_greedy import PROMPTS
+from tests.conftest import VOCAB_SIZE
 from tests.running_services import LOOPBACK, running_verifier, token_ids, verifier_args
 from tests.verifier_harness import GREEDY, InlineVerifier, plain_answers
 
@@ -41,8 +43,15 @@ def stranger(unrelated_model_dir: Path, single_thread: None) -> ModelRunner:
     return load_model(ModelOptions(str(unrelated_model_dir), dtype="float32", kv_cache_tokens=4096))
 
 
-def core(runner: ModelRunner, num_draft_tokens: int) -> ProposerCore:
-    return ProposerCore(DraftModelDrafter(runner, 512), num_draft_tokens, max_sessions=64)
+def core(
+    runner: ModelRunner, num_draft_tokens: int, parallel_drafting: bool = False
+) -> ProposerCore:
+    drafter = DraftModelDrafter(runner, 512)
+    if parallel_drafting:
+        drafter = ParallelDrafter(
+            runner, 512, mask_token_id=VOCAB_SIZE - 1, max_draft_tokens=num_draft_tokens
+        )
+    return ProposerCore(drafter, num_draft_tokens, max_sessions=64)
 
 
 @asynccontextmanager
@@ -65,43 +74,67 @@ def accepted_share(stats: SpeculationStats | None) -> float:
     return stats.accepted_token_count / stats.draft_token_count
 
 
+def accepted_first(stats: SpeculationStats | None) -> float:
+    """Returns the accepted share of the first tokens, which follow no mask."""
+    assert stats is not None
+    return stats.accepted_per_position[0] / stats.draft_count
+
+
+both_ways = pytest.mark.parametrize("parallel_drafting", [False, True], ids=["serial", "parallel"])
+
+
+@both_ways
 @pytest.mark.parametrize("num_draft_tokens", range(1, 9))
 def test_a_draft_that_is_the_target_is_always_accepted(
     num_draft_tokens: int,
+    parallel_drafting: bool,
     random_runner: ModelRunner,
     twin: ModelRunner,
     answers: dict[tuple[int, ...], list[int]],
 ) -> None:
-    link = InProcessLink(core(twin, num_draft_tokens))
+    link = InProcessLink(core(twin, num_draft_tokens, parallel_drafting))
     verifier = InlineVerifier(random_runner, [link], max_draft_tokens=num_draft_tokens)
 
     together = verifier.generate(PROMPTS)
+    alone = verifier.generate(PROMPTS[3:4])
 
-    assert [answer.token_ids for answer in together] == list(answers.values())
-    assert accepted_share(together[3].speculation) == 1
+    assert [answer.token_ids for answer in [*together, *alone]] == [
+        *answers.values(),
+        answers[tuple(PROMPTS[3])],
+    ]
+    assert accepted_first(together[3].speculation) == 1
+    assert parallel_drafting or accepted_share(together[3].speculation) == 1
     assert twin.kv_cache.used_tokens == 0
 
 
+@both_ways
 @pytest.mark.parametrize("num_draft_tokens", range(1, 9))
 def test_an_unrelated_draft_changes_nothing(
     num_draft_tokens: int,
+    parallel_drafting: bool,
     random_runner: ModelRunner,
     stranger: ModelRunner,
     answers: dict[tuple[int, ...], list[int]],
 ) -> None:
-    link = InProcessLink(core(stranger, num_draft_tokens))
+    link = InProcessLink(core(stranger, num_draft_tokens, parallel_drafting))
     verifier = InlineVerifier(random_runner, [link], max_draft_tokens=num_draft_tokens)
 
     together = verifier.generate(PROMPTS)
+    alone = verifier.generate(PROMPTS[3:4])
 
-    assert [answer.token_ids for answer in together] == list(answers.values())
+    assert [answer.token_ids for answer in [*together, *alone]] == [
+        *answers.values(),
+        answers[tuple(PROMPTS[3])],
+    ]
     assert accepted_share(together[3].speculation) < 0.5
     assert stranger.kv_cache.used_tokens == 0
 
 
-@pytest.mark.parametrize("num_draft_tokens", [1, 4, 8])
+@both_ways
+@pytest.mark.parametrize("num_draft_tokens", range(1, 9))
 async def test_the_same_holds_over_grpc(
     num_draft_tokens: int,
+    parallel_drafting: bool,
     random_runner: ModelRunner,
     twin: ModelRunner,
     stranger: ModelRunner,
@@ -110,16 +143,21 @@ async def test_the_same_holds_over_grpc(
     for draft, is_twin in ((twin, True), (stranger, False)):
         name = draft.description.name
         async with (
-            served(core(draft, num_draft_tokens)) as address,
+            served(core(draft, num_draft_tokens, parallel_drafting)) as address,
             running_verifier(
-                random_runner, verifier_args([address], num_draft_tokens, name)
+                random_runner,
+                verifier_args([address], num_draft_tokens, name, parallel_drafting),
             ) as verifier,
         ):
             await verifier.connected()
             together = await asyncio.gather(*(verifier.generate(p, GREEDY) for p in PROMPTS))
+            alone = await verifier.generate(PROMPTS[3], GREEDY)
 
-        assert [token_ids(outputs) for outputs in together] == list(answers.values())
-        assert (accepted_share(together[3][-1].speculation) == 1) is is_twin
+        assert [token_ids(outputs) for outputs in [*together, alone]] == [
+            *answers.values(),
+            answers[tuple(PROMPTS[3])],
+        ]
+        assert (accepted_first(together[3][-1].speculation) == 1) is is_twin
 
 
 def test_acceptance_does_not_decay_over_a_long_answer(

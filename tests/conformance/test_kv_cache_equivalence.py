@@ -1,14 +1,15 @@
 """Whatever happened to the sequences before, cached logits equal those recomputed from scratch."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import GPTNeoXConfig, LlamaConfig, MistralConfig, PreTrainedConfig
 
+from specgw.engine.block_hashes import BlockHashes
 from specgw.engine.kv_cache import BLOCK_SIZE, OutOfBlocks, SequenceCache
 from specgw.engine.model_runner import ModelRunner, SequenceChunk
 from tests.unit.engine.tiny_checkpoints import (
@@ -46,6 +47,25 @@ class Release:
     session: int
 
 
+@dataclass(frozen=True)
+class Publish:
+    """Lets others use what a session has stored."""
+
+    session: int
+
+
+@dataclass(frozen=True)
+class Resemble:
+    """Begins a session anew with the first tokens of another one, as far as they are published."""
+
+    session: int
+    other: int
+    length: int
+
+
+Step = Forward | Truncate | Release | Publish | Resemble
+
+
 @dataclass
 class Session:
     cache: SequenceCache
@@ -61,7 +81,7 @@ class Sessions:
         self.all = [Session(runner.kv_cache.new_sequence()) for _ in range(NUM_SESSIONS)]
         self._generator = torch.Generator().manual_seed(seed)
 
-    def apply(self, step: Forward | Truncate | Release) -> None:
+    def apply(self, step: Step) -> None:
         match step:
             case Forward(sizes):
                 self._forward(sizes)
@@ -71,6 +91,13 @@ class Sessions:
             case Release(i):
                 self.all[i].cache.release()
                 self.all[i].token_ids.clear()
+            case Publish(i):
+                self.all[i].cache.publish(_hashes(self.all[i].token_ids))
+            case Resemble(i, other, length):
+                wanted = self.all[other].token_ids[:length]
+                self.all[i].cache.release()
+                self.all[i].cache.adopt(_hashes(wanted))
+                self.all[i].token_ids = wanted[: self.all[i].cache.length]
 
     def _forward(self, sizes: Mapping[int, int]) -> None:
         chunks = {}
@@ -104,12 +131,23 @@ class Sessions:
         return self.runner.kv_cache.used_tokens, held
 
 
+def _hashes(token_ids: list[int]) -> Sequence[bytes]:
+    return BlockHashes().within(token_ids, len(token_ids))
+
+
 session_numbers = st.integers(0, NUM_SESSIONS - 1)
 forwards = st.builds(
     Forward, st.dictionaries(session_numbers, st.integers(1, 40), min_size=1, max_size=NUM_SESSIONS)
 )
 truncations = st.builds(Truncate, session_numbers, st.integers(0, MAX_MODEL_LEN))
-steps = st.one_of(forwards, forwards, truncations, st.builds(Release, session_numbers))
+steps = st.one_of(
+    forwards,
+    forwards,
+    truncations,
+    st.builds(Release, session_numbers),
+    st.builds(Publish, session_numbers),
+    st.builds(Resemble, session_numbers, session_numbers, st.integers(0, MAX_MODEL_LEN)),
+)
 
 
 @pytest.fixture(scope="module", params=list(CONFIGS))
@@ -121,11 +159,23 @@ def runners(
     return load(model_dir, kv_cache_tokens=NUM_BLOCKS * BLOCK_SIZE), load(model_dir)
 
 
+SHARED_THEN_WRITTEN = [
+    Forward({0: 40}),
+    Publish(0),
+    Resemble(1, 0, 40),
+    Truncate(1, 20),
+    Forward({0: 3, 1: 5}),
+    Truncate(0, 30),
+    Forward({0: 3}),
+]
+
+
+@example(steps=SHARED_THEN_WRITTEN, seed=0)
 @settings(max_examples=150, deadline=None)
 @given(steps=st.lists(steps, min_size=1, max_size=25), seed=st.integers(0, 1000))
 def test_cached_logits_equal_those_recomputed_from_scratch(
     runners: tuple[ModelRunner, ModelRunner],
-    steps: list[Forward | Truncate | Release],
+    steps: list[Step],
     seed: int,
 ) -> None:
     sessions = Sessions(*runners, seed)

@@ -24,6 +24,7 @@ from specgw.channel import open_channel, status_to_error
 from specgw.config import parse_config
 from specgw.errors import DeadlineExceeded, InvalidRequest, NotReady, Overloaded
 from specgw.server import HealthService
+from specgw.structured_outputs import StructuredOutputsParams
 from specgw.types import HelloAck, ModelDescription, ProposerStatus
 from specgw.v1 import gateway_pb2, gateway_pb2_grpc, types_pb2, verifier_pb2_grpc
 from tests import scripted_verifier, tiny_tokenizers
@@ -239,6 +240,44 @@ class TestOpenAI:
         assert choices[-1]["finish_reason"] == "stop"
         assert choices[-1]["stop_reason"] == "said"
 
+    @pytest.mark.parametrize("stream", [False, True])
+    async def test_usage_tells_how_much_of_the_prompt_was_cached_if_configured(
+        self, stream: bool, make_verifier: MakeVerifier, run_gateway: RunGateway
+    ) -> None:
+        details = []
+        for is_on in (True, False):
+            verifier = make_verifier(cached_token_count=2)
+            body: dict[str, Any] = {"prompt": [5, 6, 7], "stream": stream}
+            if stream:
+                body["stream_options"] = {"include_usage": True}
+            async with (
+                ready(run_gateway, [verifier], enable_prompt_tokens_details=is_on) as gateway,
+                http(gateway) as client,
+            ):
+                answer = await client.post("/v1/completions", json=body)
+                metrics = (await client.get("/metrics")).text
+            last = [event async for event in events(answer)][-1] if stream else answer.json()
+            details.append(last["usage"].get("prompt_tokens_details"))
+            for name, value in (("queries", 3), ("hits", 2)):
+                line = f'vllm:prefix_cache_{name}_total{{engine="0",model_name="scripted"}} {value}'
+                assert line in metrics
+
+        assert details == [{"cached_tokens": 2}, None]
+
+    async def test_a_cache_salt_reaches_the_verifier(
+        self, make_verifier: MakeVerifier, run_gateway: RunGateway
+    ) -> None:
+        verifier = make_verifier()
+        async with ready(run_gateway, [verifier]) as gateway, http(gateway) as client:
+            for salt in ({"cache_salt": "tenant"}, {}):
+                await client.post("/v1/completions", json={"prompt": [5], **salt})
+            refused = await client.post(
+                "/v1/completions", json={"prompt": [5], "cache_salt": "a/b"}
+            )
+
+        assert [one.cache_salt for one in verifier.requests] == ["tenant", ""]
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "cache_salt")
+
     async def test_several_prompts_give_several_choices_in_order(
         self, make_verifier: MakeVerifier, run_gateway: RunGateway, tokenizer: Tokenizer
     ) -> None:
@@ -320,6 +359,40 @@ class TestOpenAI:
         }
         assert request.max_draft_tokens == 0
         assert 0 < verifier.deadlines_s[0] < 602
+
+    async def test_constraints_on_the_text_reach_the_verifier(
+        self, make_verifier: MakeVerifier, run_gateway: RunGateway
+    ) -> None:
+        verifier = make_verifier()
+        schema = {"type": "object", "properties": {"b": {"type": "null"}, "a": {}}}
+        json_schema = {"name": "s", "schema": schema, "strict": True}
+        asked: list[tuple[dict[str, Any], dict[str, Any] | None]] = [
+            ({"response_format": {"type": "text"}}, None),
+            ({"response_format": None, "structured_outputs": None}, None),
+            ({"response_format": {"type": "json_object"}}, {"json_object": True}),
+            (
+                {"response_format": {"type": "json_schema", "json_schema": json_schema}},
+                {"json": schema},
+            ),
+            *(
+                ({"structured_outputs": fields}, fields)
+                for fields in (
+                    {"json": schema, "disable_any_whitespace": True},
+                    {"json": schema, "disable_additional_properties": True},
+                    {"json_object": True, "whitespace_pattern": " "},
+                    {"regex": "[ab]+"},
+                    {"choice": ["größer", "less"], "regex": None},
+                    {"grammar": 'root ::= "a" root | "b"'},
+                )
+            ),
+        ]
+        async with ready(run_gateway, [verifier]) as gateway, http(gateway) as client:
+            for body, _ in asked:
+                answer = await client.post("/v1/completions", json={**COMPLETION, **body})
+                assert answer.status_code == 200, answer.text
+
+        reached = [one.sampling_params.structured_outputs for one in verifier.requests]
+        assert reached == [fields and StructuredOutputsParams(**fields) for _, fields in asked]
 
     async def test_the_models_recommended_sampling_holds_where_the_request_is_silent(
         self, make_verifier: MakeVerifier, run_gateway: RunGateway, model_dir: Path
@@ -414,8 +487,32 @@ BAD_FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"bad_words": ["x"]}, "bad_words", "['x']"),
     ({"min_tokens": 3}, "min_tokens", "3"),
     ({"allowed_token_ids": [1]}, "allowed_token_ids", "[1]"),
-    ({"response_format": {"type": "json_object"}}, "response_format", "json_object"),
-    ({"structured_outputs": {"regex": "a"}}, "structured_outputs", "regex"),
+    ({"response_format": {"type": "xml"}}, "response_format.type", "'xml'"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "None"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}},
+        "response_format.json_schema.schema",
+        "Invalid type: x",
+    ),
+    (
+        {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
+        "response_format",
+        "json_object",
+    ),
+    ({"structured_outputs": {}}, "structured_outputs", "exactly one of"),
+    ({"structured_outputs": {"regex": "(a"}}, "structured_outputs.regex", "unclosed group"),
+    ({"structured_outputs": {"regex": 5}}, "structured_outputs.regex", "5"),
+    ({"structured_outputs": {"json": {"not": {}}}}, "structured_outputs.json", "Unimplemented"),
+    ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "must be a JSON schema"),
+    ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "at least one"),
+    ({"structured_outputs": {"grammar": "root ::= x"}}, "structured_outputs.grammar", "'x' not"),
+    (
+        {"structured_outputs": {"structural_tag": "{}"}},
+        "structured_outputs.structural_tag",
+        "not implemented",
+    ),
+    ({"guided_json": {}}, "guided_json", "structured_outputs.json"),
+    ({"guided_choice": ["a"]}, "guided_choice", "structured_outputs.choice"),
     ({"use_beam_search": True}, "use_beam_search", "True"),
     ({"include_stop_str_in_output": True}, "include_stop_str_in_output", "True"),
 ]
@@ -1248,6 +1345,9 @@ class TestGrpc:
             gateway_pb2.GatewayServiceGenerateRequest(
                 prompt="x", sampling_params=types_pb2.SamplingParams(temperature=9)
             ),
+            gateway_pb2.GatewayServiceGenerateRequest(
+                prompt="x", structured_outputs=types_pb2.StructuredOutputs(regex="(a")
+            ),
         ]
         async with (
             ready(run_gateway, [make_verifier()]) as gateway,
@@ -1263,6 +1363,7 @@ class TestGrpc:
         assert [error.field for error in errors if isinstance(error, InvalidRequest)] == [
             "input",
             "temperature",
+            "structured_outputs.regex",
         ]
 
     async def test_cancelling_a_call_ends_the_work(

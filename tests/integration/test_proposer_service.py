@@ -470,6 +470,7 @@ async def test_info_and_metrics_count_what_was_done() -> None:
         assert sample("undrafted_total", reason="resync") == 1
         assert sample("undrafted_total", reason="no_slot") == 0
         assert sample("draft_seconds_count") == 1
+        assert (sample("rounds_total"), sample("round_passes_total")) == (1, 4)
         assert sample("sessions") == 1
         assert sample("kv_used_tokens") == 16
         assert sample("kv_capacity_tokens") == 4096

@@ -5,7 +5,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
@@ -14,6 +14,7 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
+PARD = ("--config", "configs/pard.yaml")
 PROMPT = "import os\nimport sys\n\n\ndef main():\n"
 
 
@@ -76,8 +77,9 @@ async def ready(client: httpx.AsyncClient) -> None:
             pass
 
 
-async def test_serve_without_arguments_answers_and_leaves_nothing_behind() -> None:
-    async with command("serve", "--port", "0") as serve:
+@pytest.mark.parametrize("config", [(), PARD], ids=["default", "pard"])
+async def test_serve_answers_and_leaves_nothing_behind(config: Sequence[str]) -> None:
+    async with command("serve", "--port", "0", *config) as serve:
         await serve.logged(r"(same: 2048 ids of the target, 2048 of the draft)")
         url = await serve.logged(r"serving HTTP url=(\S+)")
         pids = [
@@ -110,20 +112,30 @@ async def test_serve_without_arguments_answers_and_leaves_nothing_behind() -> No
         os.close(child)
 
 
-async def test_three_services_apart_on_tcp_answer_as_one() -> None:
+@pytest.mark.parametrize(
+    ("config", "other_model"), [((), "tiny/pard"), (PARD, "tiny/draft")], ids=["default", "pard"]
+)
+async def test_three_services_apart_on_tcp_answer_as_one(
+    config: Sequence[str], other_model: str
+) -> None:
     async with AsyncExitStack() as stack:
-        proposer = await stack.enter_async_context(command("proposer", "--listen", "127.0.0.1:0"))
+        proposer = await stack.enter_async_context(
+            command("proposer", "--listen", "127.0.0.1:0", *config)
+        )
         drafts_at = await proposer.logged(r"serving addresses=(\S+)")
         verifier = await stack.enter_async_context(
             command(
-                *("verifier", "--listen", "127.0.0.1:0"),
+                *("verifier", "--listen", "127.0.0.1:0", *config),
                 env={"SPECGW_VERIFIER__PROPOSERS": f"['{drafts_at}']"},
             )
         )
         verifies_at = await verifier.logged(r"serving addresses=(\S+)")
         await verifier.logged(r"proposer connected address=(\S+)")
         serve = await stack.enter_async_context(
-            command("serve", "--port", "0", env={"SPECGW_GATEWAY__VERIFIERS": f"['{verifies_at}']"})
+            command(
+                *("serve", "--port", "0", *config),
+                env={"SPECGW_GATEWAY__VERIFIERS": f"['{verifies_at}']"},
+            )
         )
         url = await serve.logged(r"serving HTTP url=(\S+)")
         async with httpx.AsyncClient(base_url=url, timeout=60) as client:
@@ -138,12 +150,13 @@ async def test_three_services_apart_on_tcp_answer_as_one() -> None:
             "SPECGW_GATEWAY__VERIFIERS": f"['{verifies_at}']",
             "SPECGW_VERIFIER__PROPOSERS": f"['{drafts_at}']",
         }
-        async with command("check", "--online", env=services) as check:
+        async with command("check", "--online", *config, env=services) as check:
             assert await check.process.wait() == 0
-        services["SPECGW_SPECULATIVE_CONFIG"] = "{model: tiny/pard, num_speculative_tokens: 2}"
-        async with command("check", "--online", env=services) as check:
+        other = f"{{model: {other_model}, num_speculative_tokens: 2}}"
+        services["SPECGW_SPECULATIVE_CONFIG"] = other
+        async with command("check", "--online", *config, env=services) as check:
             await check.logged(rf"(verifier {verifies_at}: num_speculative_tokens: .* with 2,)")
-            await check.logged(rf"(proposer {drafts_at}: draft model: .* with tiny/pard,)")
+            await check.logged(rf"(proposer {drafts_at}: draft model: .* with {other_model},)")
             assert await check.process.wait() == 2
         exit_codes = [await one.end() for one in (serve, verifier, proposer)]
 

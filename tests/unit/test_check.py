@@ -90,6 +90,21 @@ def test_the_mask_token_is_named(checkpoints: Path) -> None:
     report = check(pair(checkpoints, "dflash-mask", parallel_drafting=True))
 
     assert "mask token 5 from dflash_config.mask_token_id" in as_text(report)
+    assert [line.algorithm for line in report.slots if line.is_used] == ["PARD"]
+    assert report.problems == report.notices == []
+
+
+def test_more_tokens_than_a_parallel_draft_was_trained_for_are_noticed() -> None:
+    drafting = {"model": "tiny/pard", "parallel_drafting": True}
+    [notice] = check(
+        {"model": "tiny/target", "speculative_config": {**drafting, "num_speculative_tokens": 12}}
+    ).notices
+    fitting = check(
+        {"model": "tiny/target", "speculative_config": {**drafting, "num_speculative_tokens": 8}}
+    )
+
+    assert "tiny/pard was trained for 8 tokens a pass" in notice
+    assert fitting.notices == []
 
 
 def test_keys_without_effect_are_named(checkpoints: Path) -> None:

@@ -65,7 +65,6 @@ def draft(**changes: Any) -> dict[str, Any]:
         (draft(top_p=1), "speculative_config.top_p: is a sampling parameter"),
         (draft(tensor_parallel_size=2), "speculative_config.tensor_parallel_size: is a top-"),
         (draft(target_model_config={}), "speculative_config.target_model_config: is set by"),
-        (draft(parallel_drafting=True), "parallel_drafting: specgw does not run parallel"),
         (draft(num_speculative_token=4), "did you mean num_speculative_tokens?"),
         (
             {**draft(), "max_num_seqs": 2, "max_num_batched_tokens": 4},
@@ -222,7 +221,7 @@ def test_a_file_that_cannot_be_read_is_named(
     assert str(file) in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["tiny.yaml", "split.yaml"])
+@pytest.mark.parametrize("name", ["tiny.yaml", "pard.yaml", "split.yaml"])
 def test_the_shipped_files_are_valid(name: str) -> None:
     args = load_config(DEFAULT_CONFIG.parent / name)
 

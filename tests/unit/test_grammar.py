@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from specgw.errors import InvalidRequest
 from specgw.grammar import GrammarCompiler, GrammarMatcher
 from specgw.structured_outputs import StructuredOutputsParams
-from tests.tiny_tokenizers import EOS, byte_level, metaspace, of_tokens
+from tests.tiny_tokenizers import EOS, byte_level, metaspace, of_tokens, token_id
 
 TOKENS = [
     "2",
@@ -54,7 +54,10 @@ TOO_COMPLEX = {  # once the object has begun, there is too much to keep in mind
 
 # Constraints with all the texts that they allow.
 LANGUAGES = {
-    "choice": (StructuredOutputsParams(choice=["a", "ab", "abba", "1,c"]), ["a", "ab", "abba", "1,c"]),
+    "choice": (
+        StructuredOutputsParams(choice=["a", "ab", "abba", "1,c"]),
+        ["a", "ab", "abba", "1,c"],
+    ),
     "regex": (
         StructuredOutputsParams(regex="(ab|ba){1,2}c?"),
         [f"{x}{y}{c}" for x in ("ab", "ba") for y in ("", "ab", "ba") for c in ("", "c")],
@@ -152,7 +155,8 @@ def test_a_matcher_that_went_back_is_as_one_that_never_went(
     matcher = compiler.compile(params)
     token_ids: list[int] = []
     for _ in range(data.draw(st.integers(1, 12))):
-        if token_ids and data.draw(st.booleans()):
+        goes_back: bool = data.draw(st.booleans())
+        if token_ids and goes_back:
             count = data.draw(st.integers(1, len(token_ids)))
             matcher.rollback(count)
             del token_ids[-count:]
@@ -276,7 +280,7 @@ def test_the_constraints_used_last_are_kept(compiler: GrammarCompiler) -> None:
 @pytest.mark.parametrize("tokenizer", [byte_level(), metaspace()], ids=["byte-level", "metaspace"])
 @pytest.mark.parametrize("text", ["naïve café", "你好世界", 'say "stop"', "😀", "a\\b\n\tc"])
 def test_a_text_of_any_script_is_followed_token_by_token(text: str, tokenizer: Tokenizer) -> None:
-    eos = tokenizer.token_to_id(EOS)
+    eos = token_id(tokenizer, EOS)
     compiler = GrammarCompiler(tokenizer.to_str, tokenizer.get_vocab_size(), [eos])
     matcher = compiler.compile(StructuredOutputsParams(choice=[text]))
     token_ids: list[int] = []

@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
+from specgw.errors import ConfigError
 from specgw.method_detection import detect_method, num_predicted_tokens
-from specgw.model_checks import mask_token
+from specgw.model_checks import mask_token, resolve_mask_token, trained_draft_tokens
 
 ALL_FIELDS = {
     "dflash_config": {"mask_token_id": 1},
@@ -38,6 +39,23 @@ def test_a_null_is_no_mask_token() -> None:
         "pard_token",
         0,
     )
+
+
+@pytest.mark.parametrize("config", [{}, {"pard_token": 8}, {"pard_token": -1}, {"pard_token": "m"}])
+def test_a_mask_token_outside_the_vocabulary_is_refused(config: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"parallel_drafting: .*pard_token.*"):
+        resolve_mask_token("draft", config, vocab_size=8)
+
+    assert resolve_mask_token("draft", {"pard_token": 7}, vocab_size=8) == 7
+
+
+@pytest.mark.parametrize("value", [0, -1, "8", True])
+def test_a_trained_length_that_is_none_is_refused(value: object) -> None:
+    with pytest.raises(ConfigError, match="pard_num_tokens: must be at least 1"):
+        trained_draft_tokens({"pard_num_tokens": value})
+
+    assert trained_draft_tokens({"pard_num_tokens": 8}) == 8
+    assert trained_draft_tokens({}) is None
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,14 @@
 """Every value survives the wire, and malformed messages are refused by the name of their field."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from specgw import wire
 from specgw.errors import InvalidRequest
+from specgw.structured_outputs import StructuredOutputsParams
 from specgw.types import (
     Commit,
     DraftBlock,
@@ -20,6 +23,7 @@ from specgw.types import (
     ProposeStep,
     SamplingParams,
     SpeculationStats,
+    TokenLogprobs,
     UndraftedReason,
     VerifierInfo,
 )
@@ -53,9 +57,25 @@ verifier_infos = st.builds(
     st.lists(statuses, max_size=3),
     counts,
 )
+constraints = st.one_of(
+    st.builds(
+        StructuredOutputsParams,
+        json=texts,
+        disable_any_whitespace=st.booleans(),
+        disable_additional_properties=st.booleans(),
+    ),
+    st.builds(StructuredOutputsParams, json=texts, whitespace_pattern=st.none() | texts),
+    st.builds(StructuredOutputsParams, json_object=st.just(True)),
+    st.builds(StructuredOutputsParams, regex=texts),
+    st.builds(StructuredOutputsParams, choice=st.lists(texts, min_size=1, max_size=3)),
+    st.builds(StructuredOutputsParams, grammar=texts),
+)
 steps = st.builds(
     ProposeStep,
-    open=st.lists(st.builds(OpenSession, session_ids, some_token_ids), max_size=3),
+    open=st.lists(
+        st.builds(OpenSession, session_ids, some_token_ids, texts, st.none() | constraints, counts),
+        max_size=3,
+    ),
     commit=st.lists(st.builds(Commit, session_ids, counts, token_ids, counts), max_size=3),
     close=st.lists(session_ids, max_size=3),
 )
@@ -96,11 +116,28 @@ generate_requests = st.builds(
     GenerateRequest,
     request_id=names,
     prompt_token_ids=some_token_ids,
-    sampling_params=sampling_params,
+    sampling_params=st.builds(replace, sampling_params, structured_outputs=st.none() | constraints),
     output_token_ids=token_ids,
     proposer_address=texts,
     max_draft_tokens=st.none() | int32s,
+    cache_salt=texts,
 )
+finite = st.floats(-1e9, 0, width=32)
+
+
+@st.composite
+def logprobs(draw: st.DrawFn) -> tuple[TokenLogprobs, ...]:
+    """Draws log probabilities of as many tokens beside each."""
+    width = draw(st.integers(1, 4))
+    one = st.builds(
+        TokenLogprobs,
+        st.tuples(*[int32s] * width),
+        st.tuples(*[finite] * width),
+        counts,
+    )
+    return tuple(draw(st.lists(one, max_size=4)))
+
+
 generate_outputs = st.builds(
     GenerateOutput,
     token_ids=token_ids,
@@ -108,6 +145,9 @@ generate_outputs = st.builds(
     stop_token_id=st.none() | int32s,
     seed=st.none() | int64s,
     speculation=st.none() | stats,
+    logprobs=logprobs(),
+    prompt_logprobs=logprobs(),
+    cached_token_count=st.none() | counts,
 )
 
 
@@ -283,3 +323,19 @@ def test_malformed_generate_requests_are_refused_by_field(
         wire.generate_request_from_pb(request_pb)
 
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("num_ids", "num_values", "num_ranks"), [(3, 3, 2), (2, 3, 1), (2, 0, 0), (0, 1, 1)]
+)
+def test_log_probabilities_whose_parts_do_not_match_are_refused(
+    num_ids: int, num_values: int, num_ranks: int
+) -> None:
+    pb = types_pb2.TokenLogprobs(
+        token_ids=wire.token_ids_to_pb([1] * num_ids),
+        float32_le=b"\0\0\0\0" * num_values,
+        ranks=[1] * num_ranks,
+    )
+
+    with pytest.raises(InvalidRequest, match=r"logprobs\.token_ids\.count: must match"):
+        wire.token_logprobs_from_pb(pb, "logprobs")

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from proposer_svc.draft_model import DraftModelDrafter
-from proposer_svc.proposer import ProposerCore, build_proposer
+from proposer_svc.proposer import ProposerCore, RoundCounts, build_proposer
 from specgw.budget import PREFILL_CHUNK
 from specgw.config import parse_config
 from specgw.engine.model_runner import SequenceChunk
@@ -128,6 +128,17 @@ def test_after_a_rejection_one_row_is_fed(num_accepted: int) -> None:
 
     assert runner.passes == [[1], [1], [1], [1]]
     assert list(second.token_ids) == toy_continuation([3, 4, 5, 9, *committed], 4)
+
+
+def test_a_round_takes_a_pass_for_each_draft_token() -> None:
+    proposer, _ = build()
+    open_sessions(proposer, [1, 2])
+    assert proposer.rounds == RoundCounts()
+
+    for length in range(2, 7):
+        ask(proposer, Commit(1, length, [7], 4))
+
+    assert proposer.rounds == RoundCounts(round_count=5, pass_count=20)
 
 
 @settings(deadline=None)
@@ -431,7 +442,7 @@ def test_without_memory_a_session_goes_undrafted_and_active_ones_keep_their_rows
 
 
 def test_the_rows_of_an_idle_session_make_room_and_are_fed_again_when_it_is_asked() -> None:
-    proposer, runner = build(ToyRunner(kv_cache_tokens=48))
+    proposer, runner = build(ToyRunner(kv_cache_tokens=48, has_prefix_cache=False))
     open_sessions(proposer, [1] * 20)
     first = ask(proposer, Commit(1, 20, [3], 2))
     context = [2] * 20
@@ -450,6 +461,48 @@ def test_the_rows_of_an_idle_session_make_room_and_are_fed_again_when_it_is_aske
     assert reasons[-1] is None
     assert runner.passes == [[24], [1]]
     assert list(again.token_ids) == toy_continuation([1] * 20 + [3, *first[0].token_ids, 5], 2)
+
+
+def test_sessions_that_begin_alike_share_rows_and_draft_as_if_alone() -> None:
+    proposer, runner = build()
+    contexts = [[1] * 40 + [number] for number in range(3)]
+    open_sessions(proposer, contexts[0])
+    ask(proposer, Commit(1, 41, [5], 4))
+    runner.passes.clear()
+
+    for number in (2, 3):
+        proposer.apply("v", ProposeStep(open=[OpenSession(number, contexts[number - 1])]))
+    blocks = ask(proposer, Commit(2, 41, [5], 4), Commit(3, 41, [5], 4))
+
+    assert runner.passes[0] == [42 - 2 * 16, 42 - 2 * 16]
+    assert [list(block.token_ids) for block in blocks] == [
+        toy_continuation([*context, 5], 4) for context in contexts[1:]
+    ]
+
+
+def test_rows_of_draft_tokens_are_nobodys_prefix() -> None:
+    """A block of drafts crosses the end of a cache block and is refused by the verifier."""
+    proposer, runner = build()
+    open_sessions(proposer, [1] * 13)
+    [refused] = ask(proposer, Commit(1, 13, [3], 6))
+    ask(proposer, Commit(1, 14, [9], 6))
+
+    context = [1] * 13 + [3, *refused.token_ids]
+    proposer.apply("v", ProposeStep(open=[OpenSession(2, context)]))
+    runner.passes.clear()
+    ask(proposer, Commit(2, len(context), [5], 2))
+
+    assert runner.passes[0] == [len(context) + 1]
+
+
+def test_sessions_of_another_salt_share_nothing() -> None:
+    proposer, runner = build()
+    for number, salt in enumerate(("", "one", "other"), start=1):
+        proposer.apply("v", ProposeStep(open=[OpenSession(number, [1] * 40, salt)]))
+        runner.passes.clear()
+        ask(proposer, Commit(number, 40, [5], 1))
+
+        assert runner.passes[0] == [41]
 
 
 def test_every_way_out_frees_the_rows() -> None:

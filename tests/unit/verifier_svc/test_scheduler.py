@@ -313,6 +313,6 @@ def test_impossible_requests_are_refused_by_field_name(
     request_: GenerateRequest, field: str
 ) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        check_request(request_, MAX_MODEL_LEN, VOCAB_SIZE, ["127.0.0.1:1"])
+        check_request(request_, MAX_MODEL_LEN, VOCAB_SIZE, ["127.0.0.1:1"], 20)
 
     assert caught.value.field == field

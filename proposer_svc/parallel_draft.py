@@ -1,0 +1,87 @@
+"""Drafts whole blocks in one forward pass, with a model that reads masks as places to fill: PARD.
+
+An et al., 2025, arXiv:2504.18583. After a context follow K - 1 mask tokens; the logits of its last
+row and of the masks are those of K draft tokens, none of which depends on another. The rows of the
+masks are dropped after the pass, so the next one feeds what was committed since, and masks anew.
+"""
+
+import logging
+from collections.abc import Sequence
+
+import torch
+
+from proposer_svc.draft_model import DraftModelDrafter, completes, missing_chunk, most_probable
+from proposer_svc.draft_rows import DraftRows
+from proposer_svc.session_table import Session
+from specgw.budget import mask_rows
+from specgw.engine.model_runner import ModelRunner, SequenceChunk
+from specgw.slots import extra_slots
+
+logger = logging.getLogger(__name__)
+
+
+class ParallelDrafter(DraftModelDrafter):
+    """Implements `Drafter` with a model that was trained for parallel drafting."""
+
+    parallel_drafting = True
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        max_num_batched_tokens: int,
+        tokenizer_size: int | None = None,
+        *,
+        mask_token_id: int,
+        max_draft_tokens: int,
+        num_trained_tokens: int | None = None,
+    ) -> None:
+        """Takes a loaded model.
+
+        Args:
+            runner: The model.
+            max_num_batched_tokens: Most input rows of one forward pass, masks included.
+            tokenizer_size: The number of its ids that mean something; None for all.
+            mask_token_id: The token that it reads as a place to fill; never drafted.
+            max_draft_tokens: Most draft tokens that will be asked for.
+            num_trained_tokens: Most draft tokens that it was trained for, if known.
+        """
+        super().__init__(runner, max_num_batched_tokens, tokenizer_size)
+        self._mask_token_id = mask_token_id
+        self._max_block = max_draft_tokens
+        if num_trained_tokens is not None and num_trained_tokens < max_draft_tokens:
+            self._max_block = num_trained_tokens
+            logger.warning(
+                "the draft model was trained for shorter blocks: they are cut",
+                extra={"asked": max_draft_tokens, "trained": num_trained_tokens},
+            )
+        self.mask_rows = mask_rows(extra_slots(self.method, self._max_block, True))
+
+    def room(self, session: Session) -> int:
+        return min(super().room(session), self._max_block)
+
+    @torch.inference_mode()
+    def _draft(self, batch: Sequence[tuple[DraftRows, int]]) -> list[DraftRows]:
+        ready = [one for one, rows in batch if completes(one, rows)]
+        logits = self._forward([self._masked_chunk(one, rows) for one, rows in batch])
+        for one, _ in batch:
+            one.cache.truncate(len(one.token_ids))
+            one.publish()
+        if not ready:
+            return []
+        logits[:, self._mask_token_id] = -torch.inf  # [sum of num_wanted, vocab_size]
+        limits = [one.num_draftable_ids for one in ready for _ in range(one.session.num_wanted)]
+        token_ids = iter(most_probable(logits, limits))
+        for one in ready:
+            block = [next(token_ids) for _ in range(one.session.num_wanted)]
+            one.draft_token_ids = [token_id for token_id in block if token_id is not None]
+            if len(one.draft_token_ids) < len(block):
+                one.draft_token_ids = []
+        return ready
+
+    def _masked_chunk(self, one: DraftRows, rows: int) -> SequenceChunk:
+        chunk = missing_chunk(one, rows)
+        if not completes(one, rows):
+            return chunk
+        num_wanted = one.session.num_wanted
+        masks = [self._mask_token_id] * (num_wanted - 1)
+        return SequenceChunk(one.cache, [*chunk.token_ids, *masks], num_logits=num_wanted)
