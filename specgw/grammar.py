@@ -14,7 +14,7 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 from numpy.typing import NDArray
 
-from specgw.errors import InvalidRequest
+from specgw.errors import ConfigError, InvalidRequest
 from specgw.model_files import resolve_model
 from specgw.structured_outputs import StructuredOutputsParams
 from specgw.types import GenerateRequest
@@ -154,7 +154,10 @@ class GrammarCompiler:
         return len(self._compiled)
 
     def _build_tokenizer(self) -> LLTokenizer:
-        text = self._read_tokenizer()
+        try:
+            text = self._read_tokenizer()
+        except ConfigError as error:
+            raise _unavailable(str(error)) from None
         if not text:
             raise _unavailable("the model has no tokenizer")
         try:

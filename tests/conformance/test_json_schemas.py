@@ -7,6 +7,7 @@ that spend all their tokens on it are cut off, which no grammar can prevent.
 
 import json
 import random
+from typing import Any
 
 import jsonschema
 import pytest
@@ -17,7 +18,11 @@ from tests.random_schemas import random_schema
 
 NUM_SCHEMAS = 200
 PROMPT = 'import json\n\n\nVALUE = json.loads("""'
-WHITESPACE = ({"disable_any_whitespace": True}, {"whitespace_pattern": "[ \n]{1,3}"}, {})
+WHITESPACE: tuple[dict[str, Any], ...] = (
+    {"disable_any_whitespace": True},
+    {"whitespace_pattern": "[ \n]{1,3}"},
+    {},
+)
 OPTIONS = {"dtype": "float32", "max_num_seqs": 16}
 DRAFTING = {"model": "tiny/draft", "num_speculative_tokens": 4}
 

@@ -50,6 +50,7 @@ TOO_LARGE = {
 TOO_COMPLEX = {  # once the object has begun, there is too much to keep in mind
     "type": "object",
     "properties": {f"p{index}": {"type": "null"} for index in range(700)},
+    "required": ["p699"],
 }
 
 # Constraints with all the texts that they allow.
