@@ -29,7 +29,7 @@ from specgw.grammar_worker import GrammarWorker
 from specgw.handshake import verifier_mismatches
 from specgw.model_files import resolve_model
 from specgw.server import ServiceServer, drain_requested
-from specgw.telemetry import configure_logging
+from specgw.telemetry import configure_logging, tell_simulation
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +64,8 @@ async def serving(
     """Serves inside the block; leaving it drains."""
     settings = args.specgw.gateway
     metrics = Metrics(args.served_model_names[0])
+    if args.specgw.simulation is not None:
+        tell_simulation(metrics.registry, "gateway")
     ledger = Ledger()
     admission = Admission(
         ledger,

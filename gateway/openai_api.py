@@ -123,7 +123,12 @@ class OpenAIApi:
 
     async def models(self, request: Request) -> Response:
         cards = [
-            model_card(name, self._args.model, self._builder.max_model_len)
+            model_card(
+                name,
+                self._args.model,
+                self._builder.max_model_len,
+                is_simulated=self._args.specgw.simulation is not None,
+            )
             for name in self._args.served_model_names
         ]
         return JSONResponse({"object": "list", "data": cards})

@@ -280,13 +280,15 @@ def error_fields(message: str, status: int, param: str | None = None) -> Body:
     return {"error": {"message": message, "type": error_type, "param": param, "code": status}}
 
 
-def model_card(name: str, root: str, max_model_len: int | None) -> Mapping[str, Any]:
+def model_card(
+    name: str, root: str, max_model_len: int | None, *, is_simulated: bool
+) -> Mapping[str, Any]:
     """Returns an entry of `/v1/models`."""
     return {
         "id": name,
         "object": "model",
         "created": int(time.time()),
-        "owned_by": "specgw",
+        "owned_by": "specgw simulation" if is_simulated else "specgw",
         "root": root,
         "parent": None,
         "max_model_len": max_model_len,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from proposer_svc.session_table import Session, SessionTable
-from specgw.types import ModelDescription, UndraftedReason
+from specgw.types import ModelDescription, UndraftedReason, VocabMappingSummary
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +41,10 @@ class Drafter(Protocol):
     max_num_batched_tokens: int
     kv_capacity_tokens: int
     num_passes: int
+
+    @property
+    def vocab_mapping(self) -> VocabMappingSummary | None:
+        """How the draft model's vocabulary is mapped; None if it is the target's."""
 
     @property
     def kv_used_tokens(self) -> int:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from proposer_svc.draft_model import DraftModelDrafter
+from proposer_svc.draft_vocabulary_choice import build_vocabulary
 from proposer_svc.drafter import Draft, Drafter
 from proposer_svc.parallel_draft import ParallelDrafter
 from proposer_svc.session_table import Session, SessionTable
@@ -29,7 +30,6 @@ from specgw.types import (
     ProposeStep,
     UndraftedReason,
 )
-from specgw.vocab import tokenizer_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,16 +64,16 @@ def build_proposer(args: EngineArgs) -> "ProposerCore":
 def _build_drafter(args: EngineArgs) -> Drafter:
     config = args.speculative_config
     assert config is not None
-    directory = resolve_model(config.model)
     runner = load_model(draft_options(args))
+    vocabulary = build_vocabulary(args, runner.description)
     batched_tokens = args.specgw.proposer.max_num_batched_tokens
     if not config.parallel_drafting:
-        return DraftModelDrafter(runner, batched_tokens, tokenizer_size(directory))
-    checkpoint = read_config(directory)
+        return DraftModelDrafter(runner, batched_tokens, vocabulary)
+    checkpoint = read_config(resolve_model(config.model))
     return ParallelDrafter(
         runner,
         batched_tokens,
-        tokenizer_size(directory),
+        vocabulary,
         mask_token_id=resolve_mask_token(config.model, checkpoint, runner.vocab_size),
         max_draft_tokens=args.max_draft_tokens,
         num_trained_tokens=trained_draft_tokens(checkpoint),
@@ -111,6 +111,7 @@ class ProposerCore:
             kv_lookahead_per_session=kv_lookahead(*slots),
             max_num_batched_tokens=drafter.max_num_batched_tokens,
             kv_capacity_tokens=drafter.kv_capacity_tokens,
+            vocab_mapping=drafter.vocab_mapping,
         )
 
     def connect(self, hello: Hello) -> HelloAck:

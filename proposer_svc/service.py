@@ -14,6 +14,7 @@ from proposer_svc.metrics import ProposerMetrics
 from proposer_svc.proposer import ProposerCore
 from specgw import wire
 from specgw.errors import InvalidRequest, NotReady
+from specgw.telemetry import tell_simulation
 from specgw.types import PROTOCOL_VERSION, DraftBlock, Hello
 from specgw.v1 import proposer_pb2, proposer_pb2_grpc
 
@@ -29,6 +30,8 @@ class ProposerService(proposer_pb2_grpc.ProposerServiceServicer):
     def __init__(self, proposer: ProposerCore, metrics: ProposerMetrics | None = None) -> None:
         self._proposer = proposer
         self._metrics = metrics or ProposerMetrics(proposer.offer.kv_capacity_tokens)
+        if proposer.offer.draft_model.is_simulated:
+            tell_simulation(self._metrics.registry, "proposer")
         self.engine = EngineThread(proposer, self._metrics)
         self._streams: set[_Stream] = set()
         self._is_draining = False

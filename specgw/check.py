@@ -22,6 +22,7 @@ from specgw.slots import SLOTS_TABLE, extra_slots, kv_lookahead
 from specgw.supported import not_run_yet, without_effect
 from specgw.vllm_names import ALIASES
 from specgw.vocab import tokenizer_size, vocab_fingerprint
+from specgw.vocab_mapping import Coverage
 
 _HIDDEN = "(hidden)"
 _ABOUT_MODELS = ("model", "speculative_config", *ALIASES)
@@ -98,6 +99,7 @@ class Report:
     notices: list[str] = field(default_factory=list)
     args: EngineArgs | None = None
     pair: ModelPair | None = None
+    coverage: Coverage | None = None
     services: list[ServiceState] = field(default_factory=list)
 
     @property
@@ -136,7 +138,10 @@ class Report:
         relation = self.pair.vocab_relation if self.pair else None
         if relation is None:
             return {}
-        return {**asdict(relation), "kinship": relation.kinship.value}
+        found = {**asdict(relation), "kinship": relation.kinship.value}
+        if self.coverage is not None:
+            found["coverage"] = asdict(self.coverage)
+        return found
 
     @property
     def mask_token(self) -> dict[str, Any]:
@@ -179,10 +184,13 @@ def check(
         try:
             report.pair = read_models(args)
             report.problems += check_models(report.pair)
+            report.coverage = _coverage(report.pair)
             report.notices += notice_models(report.pair)
         except ConfigError as error:
             report.problems += error.problems
     report.problems += not_run_yet(args)
+    if args.specgw.simulation is not None:
+        report.notices.append("specgw.simulation: SIMULATION: no model runs, tokens are invented")
     report.notices += _tight_budgets(report.budgets)
     return report
 
@@ -213,6 +221,13 @@ def _valid_models(raw: Mapping[str, Any]) -> EngineArgs | None:
         except ConfigError:
             continue
     return None
+
+
+def _coverage(pair: ModelPair) -> Coverage | None:
+    try:
+        return pair.vocab_mapping.coverage if pair.vocab_mapping else None
+    except ConfigError:
+        return None  # a problem that `check_models` has told
 
 
 def _verifier_budget(args: EngineArgs, pair: ModelPair | None) -> Budget:

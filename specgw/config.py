@@ -21,6 +21,7 @@ from specgw.errors import ConfigError
 from specgw.service_settings import (
     GatewaySettings,
     ProposerSettings,
+    SimulationSettings,
     SpecgwSettings,
     TlsSettings,
     VerifierSettings,
@@ -35,6 +36,7 @@ __all__ = [
     "EngineArgs",
     "GatewaySettings",
     "ProposerSettings",
+    "SimulationSettings",
     "SpecgwSettings",
     "SpeculativeConfig",
     "TlsSettings",

@@ -53,6 +53,9 @@ def greeting_mismatches(hello: Hello, ack: HelloAck) -> list[str]:
             f"slots: the verifier reckons with {hello.extra_slots_per_session} extra rows per "
             f"session, the proposer with {ack.extra_slots_per_session}"
         )
+    if hello.target_model.is_simulated != ack.draft_model.is_simulated:
+        which = "target" if hello.target_model.is_simulated else "draft model"
+        mismatches.append(f"simulation: only the {which} is simulated")
     if hello.draft_model and not is_same_model(hello.draft_model, ack.draft_model.name):
         mismatches.append(
             f"draft model: the verifier is configured with {hello.draft_model}, the proposer has "
@@ -91,6 +94,9 @@ def verifier_mismatches(
             f"model: the gateway is configured with {args.model}, the verifier has loaded "
             f"{model.name}"
         )
+    if model.is_simulated != (args.specgw.simulation is not None):
+        which = "verifier" if model.is_simulated else "gateway"
+        mismatches.append(f"simulation: only the {which} is configured with specgw.simulation")
     if model.vocab_fingerprint and model.vocab_fingerprint != vocab_fingerprint:
         mismatches.append(
             f"vocabulary: the verifier's {model.name} has vocabulary "

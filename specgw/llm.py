@@ -65,6 +65,9 @@ class LLM:
         model: The target: a path, a bundled `tiny/NAME`, or a hub id.
         options: Top-level configuration keys, such as `speculative_config` or `dtype`.
 
+    Attributes:
+        proposer: What drafts, with its counts; None without a `speculative_config`.
+
     Raises:
         ConfigError: with every problem found.
     """
@@ -74,9 +77,8 @@ class LLM:
         settings = args.specgw.verifier
         self._tokenizer = load_tokenizer(args.tokenizer_path)
         self._runner = load_model(target_options(args))
-        self._links = (
-            [InProcessLink(build_proposer(args))] if args.speculative_config is not None else []
-        )
+        self.proposer = build_proposer(args) if args.speculative_config is not None else None
+        self._links = [] if self.proposer is None else [InProcessLink(self.proposer)]
         # In one thread a block is there when it is asked for: there is nothing to wait for.
         drafting = Drafting(
             self._links,

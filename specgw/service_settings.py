@@ -8,6 +8,7 @@ from specgw.config_rules import Frozen
 
 PositiveInt = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
+Milliseconds = Annotated[float, Field(ge=0, le=60_000)]
 
 
 class TlsSettings(Frozen):
@@ -97,6 +98,23 @@ class ProposerSettings(Frozen):
     """How long streams may go on after SIGTERM."""
 
 
+class SimulationSettings(Frozen):
+    """A device that is not there. Of the models, only configuration and tokenizer are read."""
+
+    verify_ms: Milliseconds = 11.0
+    """Time of one step of the target."""
+    verify_row_ms: Milliseconds = 0.0
+    """What each input row adds to it."""
+    draft_step_ms: Milliseconds = 1.2
+    """Time of one forward pass of the draft model."""
+    draft_row_ms: Milliseconds = 0.0
+    """What each input row adds to it."""
+    acceptance_rate: Annotated[float, Field(ge=0, le=1)] = 0.8
+    """Probability that a draft token is the target's, if all before it were."""
+    rtt_ms: Milliseconds = 0.0
+    """What is added to the way between verifier and proposer and back."""
+
+
 class SpecgwSettings(Frozen):
     """Everything that vLLM has no key for."""
 
@@ -106,6 +124,8 @@ class SpecgwSettings(Frozen):
     """The verifier's part."""
     proposer: ProposerSettings = ProposerSettings()
     """The proposer's part."""
+    simulation: SimulationSettings | None = None
+    """Simulates both models' device: for load tests of everything else. None runs the models."""
     tls: TlsSettings | None = None
     """Certificates for the connections between services. Unix sockets need none."""
     allow_insecure: bool = False

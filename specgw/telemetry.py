@@ -1,4 +1,4 @@
-"""Logging as all services do it: a constant message, values as fields.
+"""Logging and labels as all services do them: a constant message, values as fields.
 
 `logger.info("session created", extra={"session_id": 7})` prints
 `2026-01-01 12:00:00,000 INFO verifier_svc.scheduler session created session_id=7`.
@@ -7,6 +7,8 @@
 import json
 import logging
 from typing import Any
+
+from prometheus_client import CollectorRegistry, Gauge
 
 _STANDARD_ATTRIBUTES = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
 
@@ -31,6 +33,12 @@ def configure_logging(level: int = logging.INFO) -> None:
     to_stderr = logging.StreamHandler()
     to_stderr.setFormatter(FieldFormatter())
     logging.basicConfig(level=level, handlers=[to_stderr], force=True)
+
+
+def tell_simulation(registry: CollectorRegistry, service: str) -> None:
+    """Says in a service's metrics that no model runs behind them."""
+    text = "SIMULATION: no model runs, tokens are invented."
+    Gauge(f"specgw_{service}_simulation", text, registry=registry).set(1)
 
 
 def _printable(value: Any) -> str:

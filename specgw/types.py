@@ -12,6 +12,8 @@ from specgw.errors import InvalidRequest
 from specgw.structured_outputs import StructuredOutputsParams
 
 PROTOCOL_VERSION = 1
+SIMULATED_DEVICE = "simulated"
+"""The device of a model that is none: its tokens are invented."""
 
 _INT64_MAX = 2**63 - 1
 
@@ -211,6 +213,11 @@ class ModelDescription:
     dtype: str
     device: str
 
+    @property
+    def is_simulated(self) -> bool:
+        """Whether no model runs."""
+        return self.device == SIMULATED_DEVICE
+
 
 @dataclass(frozen=True, slots=True)
 class Hello:
@@ -226,8 +233,21 @@ class Hello:
 
 
 @dataclass(frozen=True, slots=True)
+class VocabMappingSummary:
+    """How a draft model's vocabulary is mapped to another one of the target.
+
+    Coverages are shares, in [0, 1], of the tokens of each side that stand for text.
+    """
+
+    method: str
+    fingerprint: str
+    target_coverage: float
+    draft_coverage: float
+
+
+@dataclass(frozen=True, slots=True)
 class HelloAck:
-    """What a proposer offers a verifier."""
+    """What a proposer offers a verifier. No `vocab_mapping` if both models share a vocabulary."""
 
     proposer_id: str
     method: str
@@ -239,6 +259,7 @@ class HelloAck:
     max_num_batched_tokens: int = 0
     kv_capacity_tokens: int = 0
     protocol_version: int = PROTOCOL_VERSION
+    vocab_mapping: VocabMappingSummary | None = None
 
 
 @dataclass(frozen=True, slots=True)

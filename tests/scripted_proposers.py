@@ -5,12 +5,11 @@ right for n tokens, SCRIPT proposes fixed ids, SLOW is late, DEAD never answers,
 connection again and again.
 """
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from specgw.errors import InvalidRequest
-from specgw.link import LinkListener, Proposer, ProposerLink
+from specgw.link import Proposer
 from specgw.types import (
     Commit,
     DraftBlock,
@@ -152,47 +151,6 @@ class FlakyProposer(ScriptedProposer):
         if self._num_steps % self._every == 0:
             raise InvalidRequest("step", self._num_steps, "fails by script")
         return super().apply(verifier_id, step)
-
-
-class SlowLink:
-    """Delivers every block `delay_s` after it was drafted."""
-
-    def __init__(self, inner: ProposerLink, delay_s: float) -> None:
-        self.address = inner.address
-        self._inner = inner
-        self._delay_s = delay_s
-        self._listener: LinkListener | None = None
-        self._timers: list[threading.Timer] = []
-
-    def start(self, hello: Hello, listener: LinkListener) -> None:
-        self._listener = listener
-        self._inner.start(hello, self)
-
-    def send(self, step: ProposeStep, ack: HelloAck) -> None:
-        self._inner.send(step, ack)
-
-    def stop(self) -> None:
-        self._inner.stop()
-        for timer in self._timers:
-            timer.cancel()
-            timer.join()
-
-    async def wait_stopped(self) -> None:
-        await self._inner.wait_stopped()
-
-    def link_up(self, link: ProposerLink, ack: HelloAck) -> None:
-        assert self._listener is not None
-        self._listener.link_up(link, ack)
-
-    def link_down(self, link: ProposerLink, detail: str) -> None:
-        assert self._listener is not None
-        self._listener.link_down(link, detail)
-
-    def blocks_arrived(self, link: ProposerLink, blocks: Sequence[DraftBlock]) -> None:
-        assert self._listener is not None
-        timer = threading.Timer(self._delay_s, self._listener.blocks_arrived, (link, blocks))
-        timer.start()
-        self._timers.append(timer)
 
 
 def is_proposer(proposer: ScriptedProposer) -> Proposer:

@@ -11,8 +11,10 @@ from specgw.config import EngineArgs, load_config
 from specgw.engine.loading import load_model, target_options
 from specgw.engine.model_runner import ModelRunner
 from specgw.exit_codes import exit_on_config_error
+from specgw.link import ProposerLink
 from specgw.server import ServiceServer, run_until_drained, serve_metrics
 from specgw.telemetry import configure_logging
+from verifier_svc.delayed_link import DelayedLink
 from verifier_svc.metrics import VerifierMetrics
 from verifier_svc.proposer_link import GrpcProposerLink
 from verifier_svc.service import SERVICE_NAME, VerifierService
@@ -40,8 +42,7 @@ async def _serve(
     server = ServiceServer(
         SERVICE_NAME, [settings.listen], args.specgw.tls, args.specgw.allow_insecure
     )
-    links = [GrpcProposerLink(address, args.specgw.tls) for address in settings.proposers]
-    service = VerifierService(runner, links, args, metrics)
+    service = VerifierService(runner, _links(args), args, metrics)
     service.register(server.grpc_server)
     service.start()
     serving = asyncio.create_task(
@@ -54,6 +55,14 @@ async def _serve(
         raise service.failed.result()
     await service.stop()
     await serving
+
+
+def _links(args: EngineArgs) -> list[ProposerLink]:
+    tls, simulation = args.specgw.tls, args.specgw.simulation
+    links = [GrpcProposerLink(address, tls) for address in args.specgw.verifier.proposers]
+    if simulation is None or not simulation.rtt_ms:
+        return [*links]
+    return [DelayedLink(link, simulation.rtt_ms / 1e3) for link in links]
 
 
 @click.command()

@@ -24,6 +24,7 @@ from specgw.grammar import GrammarCompiler, compiler_for
 from specgw.grammar_worker import GrammarWorker
 from specgw.handshake import build_hello
 from specgw.link import ProposerLink
+from specgw.telemetry import tell_simulation
 from specgw.types import GenerateOutput, VerifierInfo
 from specgw.v1 import verifier_pb2, verifier_pb2_grpc
 from verifier_svc.custom_processors import load_processors
@@ -85,6 +86,8 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
             self._deliver,
             metrics.observe_step,
         )
+        if runner.description.is_simulated:
+            tell_simulation(metrics.registry, "verifier")
         metrics.watch(lambda: self.snapshot, runner.kv_cache.capacity_tokens)
         self._thread = threading.Thread(target=self._run_engine, name="engine", daemon=True)
 

@@ -16,17 +16,18 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from specgw.config import EngineArgs
+from specgw.config import EngineArgs, SimulationSettings
 from specgw.engine import decoder
 from specgw.engine.attention import Batch
 from specgw.engine.checkpoint import Checkpoint
 from specgw.engine.kv_cache import BLOCK_SIZE, KVCache
 from specgw.engine.model_runner import ModelRunner
+from specgw.engine.simulation import SimulatedDevice, SimulatedRunner
 from specgw.engine.transformers_model import TransformersModel
 from specgw.errors import ConfigError
 from specgw.model_files import resolve_model, weight_files
-from specgw.types import ModelDescription
-from specgw.vocab import vocab_fingerprint
+from specgw.types import SIMULATED_DEVICE, ModelDescription
+from specgw.vocab import plain_token_ids, vocab_fingerprint
 
 _FULL_HISTORY = ("full_attention", "sliding_attention")  # layer types that keep every row
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
@@ -51,6 +52,7 @@ class ModelOptions:
         max_num_seqs: How many sequences will run at once.
         num_threads: Threads for one operator in this process; None for torch's choice.
         enable_prefix_caching: Whether sequences that begin alike share rows of the KV cache.
+        simulated: What to simulate in place of a device; then no weights are read.
         section: Where in `specgw` the options come from, for messages.
     """
 
@@ -65,6 +67,7 @@ class ModelOptions:
     max_num_seqs: int = 16
     num_threads: int | None = None
     enable_prefix_caching: bool = True
+    simulated: SimulatedDevice | None = None
     section: str = "verifier"
 
 
@@ -82,6 +85,7 @@ def target_options(args: EngineArgs) -> ModelOptions:
         max_num_seqs=args.max_num_seqs,
         num_threads=settings.num_threads,
         enable_prefix_caching=args.enable_prefix_caching,
+        simulated=_simulated_target(args.specgw.simulation),
     )
 
 
@@ -101,8 +105,22 @@ def draft_options(args: EngineArgs) -> ModelOptions:
         max_num_seqs=settings.max_sessions,
         num_threads=settings.num_threads,
         enable_prefix_caching=args.enable_prefix_caching,
+        simulated=_simulated_draft(args.specgw.simulation),
         section="proposer",
     )
+
+
+def _simulated_target(settings: SimulationSettings | None) -> SimulatedDevice | None:
+    if settings is None:
+        return None
+    return SimulatedDevice(settings.verify_ms / 1e3, settings.verify_row_ms / 1e3)
+
+
+def _simulated_draft(settings: SimulationSettings | None) -> SimulatedDevice | None:
+    if settings is None:
+        return None
+    step_s, row_s = settings.draft_step_ms / 1e3, settings.draft_row_ms / 1e3
+    return SimulatedDevice(step_s, row_s, settings.acceptance_rate)
 
 
 def load_model(options: ModelOptions) -> ModelRunner:
@@ -115,6 +133,8 @@ def load_model(options: ModelOptions) -> ModelRunner:
         torch.set_num_threads(options.num_threads)
     model_dir = resolve_model(options.model)
     config = _read_config(model_dir)
+    if options.simulated is not None:
+        return _simulate(options, options.simulated, model_dir, config)
     device = _device(options.device)
     dtype = _dtype(options.dtype, config)
     max_model_len = _max_model_len(options, config)
@@ -135,6 +155,31 @@ def load_model(options: ModelOptions) -> ModelRunner:
     if isinstance(model, TransformersModel):
         model.end_trial(runner)
     return runner
+
+
+def _simulate(
+    options: ModelOptions, device: SimulatedDevice, model_dir: Path, config: PreTrainedConfig
+) -> SimulatedRunner:
+    max_model_len = _max_model_len(options, config)
+    eos_token_ids = _eos_token_ids(model_dir, config)
+    capacity = options.kv_cache_tokens or options.max_num_seqs * (max_model_len + BLOCK_SIZE)
+    kv_cache = KVCache(
+        *(1, 1, 1, capacity, torch.int64, torch.device("cpu")),
+        has_prefix_cache=options.enable_prefix_caching,
+    )
+    description = ModelDescription(
+        name=options.model,
+        architecture="Simulated",
+        vocab_size=config.vocab_size,
+        vocab_fingerprint=vocab_fingerprint(model_dir),
+        max_model_len=min(max_model_len, kv_cache.capacity_tokens),
+        dtype="none",
+        device=SIMULATED_DEVICE,
+    )
+    token_ids = plain_token_ids(model_dir) or [
+        token_id for token_id in range(config.vocab_size) if token_id not in eos_token_ids
+    ]
+    return SimulatedRunner(device, description, token_ids, eos_token_ids, kv_cache)
 
 
 def _read_config(model_dir: Path) -> PreTrainedConfig:

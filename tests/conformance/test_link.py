@@ -1,4 +1,4 @@
-"""What every link promises, held against both implementations with the same scripted proposer."""
+"""What every link promises, held against all implementations with the same scripted proposer."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -24,6 +24,7 @@ from specgw.types import (
 from specgw.v1 import proposer_pb2
 from tests.running_services import LOOPBACK, scripted_proposer
 from tests.scripted_proposers import SCRIPTED_MODEL, FlakyProposer, ScriptedProposer, script
+from verifier_svc.delayed_link import DelayedLink
 from verifier_svc.proposer_link import GrpcProposerLink
 
 HELLO = Hello("verifier-1", SCRIPTED_MODEL, max_draft_tokens=4)
@@ -35,15 +36,19 @@ class Listener:
 
     def __init__(self) -> None:
         self._reports: asyncio.Queue[HelloAck | str | Sequence[DraftBlock]] = asyncio.Queue()
+        self._loop = asyncio.get_running_loop()
 
     def link_up(self, link: ProposerLink, ack: HelloAck) -> None:
-        self._reports.put_nowait(ack)
+        self._put(ack)
 
     def link_down(self, link: ProposerLink, detail: str) -> None:
-        self._reports.put_nowait(detail)
+        self._put(detail)
 
     def blocks_arrived(self, link: ProposerLink, blocks: Sequence[DraftBlock]) -> None:
-        self._reports.put_nowait(blocks)
+        self._put(blocks)
+
+    def _put(self, report: HelloAck | str | Sequence[DraftBlock]) -> None:
+        self._loop.call_soon_threadsafe(self._reports.put_nowait, report)
 
     async def next(self) -> HelloAck | str | Sequence[DraftBlock]:
         return await asyncio.wait_for(self._reports.get(), 10)
@@ -77,8 +82,10 @@ class RefusingProposer(ScriptedProposer):
 
 @asynccontextmanager
 async def linked(kind: str, proposer: ScriptedProposer) -> AsyncIterator[ProposerLink]:
-    if kind == "inproc":
+    if kind != "grpc":
         link: ProposerLink = InProcessLink(proposer)
+        if kind == "delayed":
+            link = DelayedLink(link, delay_s=0.002)
         yield link
         link.stop()
         return
@@ -89,10 +96,10 @@ async def linked(kind: str, proposer: ScriptedProposer) -> AsyncIterator[Propose
         await link.wait_stopped()
 
 
-BOTH = pytest.mark.parametrize("kind", ["inproc", "grpc"])
+ALL = pytest.mark.parametrize("kind", ["inproc", "grpc", "delayed"])
 
 
-@BOTH
+@ALL
 async def test_blocks_come_back_for_what_was_committed(kind: str) -> None:
     async with linked(kind, ScriptedProposer(script(8, 9))) as link:
         listener = Listener()
@@ -105,7 +112,7 @@ async def test_blocks_come_back_for_what_was_committed(kind: str) -> None:
         assert (block.base_length, list(block.token_ids)) == (4, [8, 9])
 
 
-@BOTH
+@ALL
 async def test_an_unknown_session_is_answered_with_resync(kind: str) -> None:
     async with linked(kind, ScriptedProposer(script(8))) as link:
         listener = Listener()
@@ -118,7 +125,7 @@ async def test_an_unknown_session_is_answered_with_resync(kind: str) -> None:
         assert (block.base_length, block.reason) == (4, UndraftedReason.RESYNC)
 
 
-@BOTH
+@ALL
 async def test_a_failing_proposer_takes_the_link_down_and_it_comes_up_again(kind: str) -> None:
     async with linked(kind, FlakyProposer(script(8), every=2)) as link:
         listener = Listener()
@@ -134,7 +141,7 @@ async def test_a_failing_proposer_takes_the_link_down_and_it_comes_up_again(kind
         assert [block.base_length for block in await listener.blocks()] == [3]
 
 
-@BOTH
+@ALL
 async def test_a_step_of_an_ended_connection_does_not_reach_the_next(kind: str) -> None:
     proposer = FlakyProposer(script(8), every=2)
     async with linked(kind, proposer) as link:
@@ -154,7 +161,7 @@ async def test_a_step_of_an_ended_connection_does_not_reach_the_next(kind: str) 
         assert proposer.num_opened == 0
 
 
-@BOTH
+@ALL
 async def test_a_refused_greeting_says_why_in_lines(kind: str) -> None:
     async with linked(kind, RefusingProposer(script())) as link:
         listener = Listener()
@@ -163,7 +170,7 @@ async def test_a_refused_greeting_says_why_in_lines(kind: str) -> None:
         assert await listener.down() == "vocabulary: differs\nprotocol_version: differs"
 
 
-@BOTH
+@ALL
 async def test_a_stopped_link_reports_nothing_and_frees_its_sessions(kind: str) -> None:
     proposer = ScriptedProposer(script(8))
     async with linked(kind, proposer) as link:

@@ -19,8 +19,9 @@ from tests.running_services import (
     token_ids,
     verifier_args,
 )
-from tests.scripted_proposers import DeadProposer, ScriptedProposer, SlowLink, oracle
+from tests.scripted_proposers import DeadProposer, ScriptedProposer, oracle
 from tests.verifier_harness import GREEDY, plain_answers
+from verifier_svc.delayed_link import DelayedLink
 from verifier_svc.proposer_link import GrpcProposerLink
 
 
@@ -93,7 +94,7 @@ async def test_a_slow_proposer_leaves_greedy_output_unchanged(
     proposer = ScriptedProposer(oracle(answers))
     async with scripted_proposer(proposer) as address:
         inner = GrpcProposerLink(address) if link == "grpc" else InProcessLink(proposer)
-        slow = SlowLink(inner, delay_s=0.02)
+        slow = DelayedLink(inner, delay_s=0.02)
         args = verifier_args([address], wait_for_slow_drafts=wait)
         async with running_verifier(random_runner, args, [slow]) as verifier:
             await verifier.connected()
