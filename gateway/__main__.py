@@ -87,7 +87,14 @@ async def serving(
     grammars = GrammarWorker(
         GrammarCompiler(tokenizer.backend.to_str, 0, [tokenizer.eos_token_id or 0])
     )
-    builder = RequestBuilder(router, grammars, args.max_model_len, args.max_draft_tokens, args.seed)
+    builder = RequestBuilder(
+        router,
+        grammars,
+        args.max_model_len,
+        args.max_draft_tokens,
+        args.max_logprobs,
+        args.seed,
+    )
     generator = TextGenerator(tokenizer, router, admission, metrics, settings.request_timeout_s)
     defaults = load_sampling_defaults(resolve_model(args.model))
     api = OpenAIApi(args, tokenizer, builder, generator, metrics, defaults)
