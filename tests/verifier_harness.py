@@ -19,6 +19,7 @@ from specgw.types import (
 )
 from verifier_svc.custom_processors import CustomLogitsProcessor
 from verifier_svc.drafting import Drafting
+from verifier_svc.local_drafts import LocalDrafts
 from verifier_svc.scheduler import Scheduler, SchedulerLimits
 from verifier_svc.verifier import Verifier
 
@@ -62,11 +63,14 @@ class InlineVerifier:
         draft_timeout_s: float = 10.0,
         custom_processors: Sequence[CustomLogitsProcessor] = (),
         grammars: GrammarCompiler | None = None,
+        local: LocalDrafts | None = None,
     ) -> None:
         self.runner = runner
         self.grammars = grammars
         self.answers: dict[int, Answer] = {}
-        self.drafting = Drafting(links, runner.vocab_size, draft_timeout_s, wait_for_slow_drafts)
+        self.drafting = Drafting(
+            links, runner.vocab_size, draft_timeout_s, wait_for_slow_drafts, local=local
+        )
         self.scheduler = Scheduler(
             Verifier(runner, custom_processors),
             self.drafting,
