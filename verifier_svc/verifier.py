@@ -12,6 +12,8 @@ from specgw.engine.kv_cache import SequenceCache
 from specgw.engine.logprobs import token_logprobs
 from specgw.engine.model_runner import ModelRunner, SequenceChunk
 from specgw.engine.sampling import RowSampling, sample
+from specgw.errors import SpecgwError
+from specgw.grammar import GrammarMatcher
 from specgw.types import GenerateRequest, SamplingParams, TokenLogprobs
 from verifier_svc.custom_processors import CustomLogitsProcessor
 from verifier_svc.logits_processors import RowProcessors, build_processors
@@ -59,7 +61,8 @@ class Verified:
     """What one session's rows gave: accepted draft tokens, then one token of the target's own.
 
     Log probabilities are there if asked for: of the output tokens, and of the prompt's. So are the
-    hidden states of the rows that stay in the cache, [num_rows, hidden_size].
+    hidden states of the rows that stay in the cache, [num_rows, hidden_size]. With an `error`, the
+    session cannot go on; others are none the worse for it.
     """
 
     output_token_ids: Sequence[int]
@@ -67,6 +70,7 @@ class Verified:
     logprobs: Sequence[TokenLogprobs] = ()
     prompt_logprobs: Sequence[TokenLogprobs] = ()
     hidden: Tensor | None = None
+    error: SpecgwError | None = None
 
 
 class Verifier:
@@ -78,7 +82,9 @@ class Verifier:
         self.runner = runner
         self._custom_processors = custom_processors
 
-    def processors_for(self, request: GenerateRequest) -> RowProcessors | None:
+    def processors_for(
+        self, request: GenerateRequest, grammar: GrammarMatcher | None = None
+    ) -> RowProcessors | None:
         """Returns the session's processors of logits; None if it needs none."""
         runner = self.runner
         return build_processors(
@@ -87,6 +93,7 @@ class Verifier:
             runner.vocab_size,
             runner.eos_token_ids,
             runner.device,
+            grammar,
         )
 
     def verify(self, batch: Sequence[VerifyRows]) -> list[Verified]:
@@ -142,7 +149,10 @@ def _draws(
 def _accept(rows: VerifyRows, draws: Iterator[int]) -> Verified:
     if not rows.is_complete:
         return Verified((), 0)
-    output, num_accepted = accept_matching(rows.draft_token_ids, draws)
+    try:
+        output, num_accepted = accept_matching(rows.draft_token_ids, draws)
+    except SpecgwError as error:
+        return Verified((), 0, error=error)
     rows.cache.truncate(rows.context_length + num_accepted)
     if rows.processors is not None:
         rows.processors.commit(output)

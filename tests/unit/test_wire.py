@@ -1,5 +1,6 @@
 """Every value survives the wire, and malformed messages are refused by the name of their field."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from specgw import wire
 from specgw.errors import InvalidRequest
 from specgw.hidden import DTYPE_BYTES, MAX_COMMIT_BYTES, HiddenFormat, HiddenStates
+from specgw.structured_outputs import StructuredOutputsParams
 from specgw.types import (
     Commit,
     DraftBlock,
@@ -79,9 +81,25 @@ verifier_infos = st.builds(
     st.lists(statuses, max_size=3),
     counts,
 )
+constraints = st.one_of(
+    st.builds(
+        StructuredOutputsParams,
+        json=texts,
+        disable_any_whitespace=st.booleans(),
+        disable_additional_properties=st.booleans(),
+    ),
+    st.builds(StructuredOutputsParams, json=texts, whitespace_pattern=st.none() | texts),
+    st.builds(StructuredOutputsParams, json_object=st.just(True)),
+    st.builds(StructuredOutputsParams, regex=texts),
+    st.builds(StructuredOutputsParams, choice=st.lists(texts, min_size=1, max_size=3)),
+    st.builds(StructuredOutputsParams, grammar=texts),
+)
 steps = st.builds(
     ProposeStep,
-    open=st.lists(st.builds(OpenSession, session_ids, some_token_ids, texts), max_size=3),
+    open=st.lists(
+        st.builds(OpenSession, session_ids, some_token_ids, texts, st.none() | constraints, counts),
+        max_size=3,
+    ),
     commit=st.lists(
         st.builds(Commit, session_ids, counts, token_ids, counts, st.none() | hidden_states),
         max_size=3,
@@ -125,7 +143,7 @@ generate_requests = st.builds(
     GenerateRequest,
     request_id=names,
     prompt_token_ids=some_token_ids,
-    sampling_params=sampling_params,
+    sampling_params=st.builds(replace, sampling_params, structured_outputs=st.none() | constraints),
     output_token_ids=token_ids,
     proposer_address=texts,
     max_draft_tokens=st.none() | int32s,
