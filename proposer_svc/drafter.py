@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from proposer_svc.session_table import Session, SessionTable
+from specgw.hidden import HiddenFormat
 from specgw.types import (
     AcceptanceRule,
     ModelDescription,
@@ -52,6 +53,10 @@ class Drafter(Protocol):
     num_passes: int
 
     @property
+    def hidden(self) -> HiddenFormat | None:
+        """The target's hidden states that it needs in `Session.hidden`; None for none."""
+
+    @property
     def vocab_mapping(self) -> VocabMappingSummary | None:
         """How the draft model's vocabulary is mapped; None if it is the target's."""
 
@@ -79,6 +84,9 @@ class Drafter(Protocol):
 
     def close(self, session: Session) -> None:
         """Frees all that it keeps for a session."""
+
+    def enter_thread(self) -> None:
+        """Called once by the thread that will call all else, if another one built it."""
 
     def has_work(self) -> bool:
         """Whether `step` has something to do."""

@@ -9,18 +9,14 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from proposer_svc.draft_model import DraftModelDrafter
-from proposer_svc.draft_sampling import DraftSampler
-from proposer_svc.draft_vocabulary_choice import build_vocabulary
 from proposer_svc.drafter import Draft, Drafter
-from proposer_svc.parallel_draft import ParallelDrafter
+from proposer_svc.lookup import LookupDrafter
 from proposer_svc.session_table import Session, SessionTable
 from specgw.config import EngineArgs
-from specgw.engine.loading import draft_options, load_model
 from specgw.errors import ConfigError, IncompatibleModels
 from specgw.handshake import greeting_mismatches
-from specgw.model_checks import resolve_mask_token, trained_draft_tokens
-from specgw.model_files import read_config, resolve_model
+from specgw.hidden import HiddenStates
+from specgw.lookup.method import DEFAULT_MAX_MODEL_LEN, LOOKUP_METHODS, build_lookup
 from specgw.slots import extra_slots, kv_lookahead
 from specgw.types import (
     Commit,
@@ -58,34 +54,27 @@ def build_proposer(args: EngineArgs) -> "ProposerCore":
     """
     if args.speculative_config is None:
         raise ConfigError(["speculative_config: a proposer needs one: it names the draft model"])
-    return ProposerCore(
-        _build_drafter(args),
-        args.max_draft_tokens,
-        args.specgw.proposer.max_sessions,
-        args.speculative_config.draft_sample_method,
-    )
+    is_lookup = args.speculative_config.method in LOOKUP_METHODS
+    drafter = _lookup_drafter(args) if is_lookup else _load_model_drafter(args)
+    config, max_sessions = args.speculative_config, args.specgw.proposer.max_sessions
+    sampling = config.draft_sample_method if config.has_draft_checkpoint else ""
+    return ProposerCore(drafter, args.max_draft_tokens, max_sessions, sampling)
 
 
-def _build_drafter(args: EngineArgs) -> Drafter:
-    config = args.speculative_config
+def _load_model_drafter(args: EngineArgs) -> Drafter:
+    from proposer_svc.model_drafter import load_model_drafter  # takes torch along
+
+    return load_model_drafter(args)
+
+
+def _lookup_drafter(args: EngineArgs) -> Drafter:
+    config, settings = args.speculative_config, args.specgw.proposer
     assert config is not None
-    runner = load_model(draft_options(args))
-    vocabulary = build_vocabulary(args, runner.description)
-    batched_tokens = args.specgw.proposer.max_num_batched_tokens
-    # What another vocabulary's text becomes is no sample of any law known here.
-    method = config.draft_sample_method if vocabulary.summary is None else "greedy"
-    sampler = DraftSampler(method, args.specgw.proposer.max_draft_support)
-    if not config.parallel_drafting:
-        return DraftModelDrafter(runner, batched_tokens, vocabulary, sampler)
-    checkpoint = read_config(resolve_model(config.model))
-    return ParallelDrafter(
-        runner,
-        batched_tokens,
-        vocabulary,
-        mask_token_id=resolve_mask_token(config.model, checkpoint, runner.vocab_size),
-        max_draft_tokens=args.max_draft_tokens,
-        num_trained_tokens=trained_draft_tokens(checkpoint),
-        sampler=sampler,
+    return LookupDrafter(
+        build_lookup(config),
+        settings.max_sessions,
+        settings.max_num_batched_tokens,
+        config.max_model_len or args.max_model_len or DEFAULT_MAX_MODEL_LEN,
     )
 
 
@@ -128,6 +117,7 @@ class ProposerCore:
             max_num_batched_tokens=drafter.max_num_batched_tokens,
             kv_capacity_tokens=drafter.kv_capacity_tokens,
             draft_sample_method=draft_sample_method,
+            hidden=drafter.hidden,
             vocab_mapping=drafter.vocab_mapping,
         )
 
@@ -159,6 +149,10 @@ class ProposerCore:
         for session_id in step.close:
             self._table.remove(verifier_id, session_id)
         return refusals
+
+    def enter_thread(self) -> None:
+        """Called once by the thread that will own the core, if another one built it."""
+        self._drafter.enter_thread()
 
     def has_work(self) -> bool:
         return self._drafter.has_work()
@@ -212,10 +206,11 @@ class ProposerCore:
         if len(session.token_ids) != commit.base_length:
             self._table.remove(verifier_id, session_id)
             return UndraftedReason.RESYNC
-        if not verifier.has_ids(commit.token_ids):
+        if not verifier.has_ids(commit.token_ids) or not self._can_take(commit.hidden):
             self._table.refuse(verifier_id, session_id, UndraftedReason.ERROR)
             return UndraftedReason.ERROR
         session.token_ids.extend(commit.token_ids)
+        session.hidden = commit.hidden
         self._drafter.commit(session, commit.token_ids)
         room = self._drafter.room(session)
         if room <= 0:
@@ -224,6 +219,11 @@ class ProposerCore:
             return UndraftedReason.CONTEXT_LIMIT
         self._table.ask(session, min(commit.max_draft_tokens, verifier.max_draft_tokens, room))
         return None
+
+    def _can_take(self, hidden: HiddenStates | None) -> bool:
+        """Whether hidden states are those agreed on. There may be none: the drafter decides."""
+        needed = self._drafter.hidden
+        return hidden is None or (needed is not None and hidden.has_format(needed))
 
 
 def _block(draft: Draft, draft_s: float) -> tuple[str, DraftBlock]:

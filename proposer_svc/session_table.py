@@ -6,6 +6,7 @@ Holds contexts and what is asked for; knows nothing of drafting.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from specgw.hidden import HiddenStates
 from specgw.types import DraftSampling, UndraftedReason
 
 _MAX_REFUSALS = 4096
@@ -23,6 +24,7 @@ class Session:
     cache_salt: str = ""
     sampling: DraftSampling | None = None  # none means greedy
     num_wanted: int = 0  # draft tokens asked for; 0 while no block is
+    hidden: HiddenStates | None = None  # the target's, as the newest commit brought them
     last_used: int = 0  # when a block was last asked for, by the table's count
 
 

@@ -12,6 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from specgw.errors import InvalidRequest
+from specgw.hidden import HiddenFormat, HiddenStates
+from specgw.structured_outputs import StructuredOutputsParams
 
 PROTOCOL_VERSION = 1
 SIMULATED_DEVICE = "simulated"
@@ -75,6 +77,7 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    structured_outputs: StructuredOutputsParams | None = None
     n: int = 1
     include_stop_str_in_output: bool = False
     detokenize: bool = True
@@ -233,6 +236,7 @@ class Hello:
     method: str = ""
     draft_model: str = ""
     extra_slots_per_session: int | None = None
+    hidden: HiddenFormat | None = None  # hidden states that it can send
     draft_sample_method: str = ""
 
 
@@ -251,7 +255,10 @@ class VocabMappingSummary:
 
 @dataclass(frozen=True, slots=True)
 class HelloAck:
-    """What a proposer offers a verifier. No `vocab_mapping` if both models share a vocabulary."""
+    """What a proposer offers a verifier, and the hidden states that it needs for that.
+
+    No `vocab_mapping` if both models share a vocabulary.
+    """
 
     proposer_id: str
     method: str
@@ -263,6 +270,7 @@ class HelloAck:
     max_num_batched_tokens: int = 0
     kv_capacity_tokens: int = 0
     protocol_version: int = PROTOCOL_VERSION
+    hidden: HiddenFormat | None = None
     draft_sample_method: str = ""
     vocab_mapping: VocabMappingSummary | None = None
 
@@ -306,11 +314,17 @@ class DraftSampling:
 
 @dataclass(frozen=True, slots=True)
 class OpenSession:
-    """Begins a session from the whole context, or begins it anew. No `sampling` means greedy."""
+    """Begins a session from the whole context, or begins it anew.
+
+    The first `prompt_length` tokens are the prompt; what follows them is `structured_outputs`. No
+    `sampling` means greedy.
+    """
 
     session_id: int
     token_ids: Sequence[int]
     cache_salt: str = ""
+    structured_outputs: StructuredOutputsParams | None = None
+    prompt_length: int = 0
     sampling: DraftSampling | None = None
 
 
@@ -322,6 +336,7 @@ class Commit:
     base_length: int
     token_ids: Sequence[int]
     max_draft_tokens: int
+    hidden: HiddenStates | None = None
 
 
 @dataclass(frozen=True, slots=True)

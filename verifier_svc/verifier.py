@@ -14,6 +14,8 @@ from specgw.engine.kv_cache import SequenceCache
 from specgw.engine.logprobs import token_logprobs
 from specgw.engine.model_runner import ModelRunner, SequenceChunk
 from specgw.engine.sampling import RowSampling, sample
+from specgw.errors import SpecgwError
+from specgw.grammar import GrammarMatcher
 from specgw.types import GenerateRequest, SamplingParams, TokenLogprobs
 from verifier_svc.custom_processors import CustomLogitsProcessor
 from verifier_svc.logits_processors import RowProcessors, build_processors
@@ -38,6 +40,7 @@ class VerifyRows:
     seed: int
     processors: RowProcessors | None = None
     scored_token_ids: Sequence[int] = ()
+    wants_hidden: bool = False
 
     @property
     def num_rows(self) -> int:
@@ -59,13 +62,17 @@ class VerifyRows:
 class Verified:
     """What one session's rows gave: accepted draft tokens, then one token of the target's own.
 
-    Log probabilities are there if asked for: of the output tokens, and of the prompt's.
+    Log probabilities are there if asked for: of the output tokens, and of the prompt's. So are the
+    hidden states of the rows that stay in the cache, [num_rows, hidden_size]. With an `error`, the
+    session cannot go on; others are none the worse for it.
     """
 
     output_token_ids: Sequence[int]
     num_accepted: int
     logprobs: Sequence[TokenLogprobs] = ()
     prompt_logprobs: Sequence[TokenLogprobs] = ()
+    hidden: Tensor | None = None
+    error: SpecgwError | None = None
 
 
 class Verifier:
@@ -77,7 +84,9 @@ class Verifier:
         self.runner = runner
         self._custom_processors = custom_processors
 
-    def processors_for(self, request: GenerateRequest) -> RowProcessors | None:
+    def processors_for(
+        self, request: GenerateRequest, grammar: GrammarMatcher | None = None
+    ) -> RowProcessors | None:
         """Returns the session's processors of logits; None if it needs none."""
         runner = self.runner
         return build_processors(
@@ -86,20 +95,32 @@ class Verifier:
             runner.vocab_size,
             runner.eos_token_ids,
             runner.device,
+            grammar,
         )
 
     def verify(self, batch: Sequence[VerifyRows]) -> list[Verified]:
         """Runs one forward pass and leaves exactly the accepted tokens in every cache."""
-        logits = self.runner.forward([_chunk(rows) for rows in batch])  # [num_logits, vocab_size]
+        logits, hidden = self._forward(batch)
         sizes = [n for rows in batch for n in (len(rows.scored_token_ids), rows.num_verified)]
         parts = torch.split(logits, sizes)
         scored, raw = parts[::2], parts[1::2]
         if any(rows.scored_token_ids for rows in batch):
             logits = torch.cat(raw)  # [sum of num_verified, vocab_size]
-        logits = _processed(logits, batch)
+        logits, errors = _processed(logits, batch)
         draws = iter(sample(logits, [row for rows in batch for row in _sampling(rows)]))
-        verified = [_accept(rows, list(islice(draws, rows.num_verified))) for rows in batch]
-        return list(map(_with_logprobs, batch, verified, scored, raw))
+        results = [
+            _accept(rows, list(islice(draws, rows.num_verified)), error)
+            for rows, error in zip(batch, errors, strict=True)
+        ]
+        results = list(map(_with_logprobs, batch, results, scored, raw))
+        return results if hidden is None else _with_hidden(batch, results, hidden)
+
+    def _forward(self, batch: Sequence[VerifyRows]) -> tuple[Tensor, Tensor | None]:
+        """Returns logits, [num_logits, vocab_size], and hidden states if anyone wants them."""
+        chunks = [_chunk(rows) for rows in batch]
+        if any(rows.wants_hidden for rows in batch):
+            return self.runner.forward_with_hidden(chunks)
+        return self.runner.forward(chunks), None
 
 
 def _chunk(rows: VerifyRows) -> SequenceChunk:
@@ -110,18 +131,22 @@ def _chunk(rows: VerifyRows) -> SequenceChunk:
 def _processed(
     logits: Tensor,  # [sum of num_verified, vocab_size]
     batch: Sequence[VerifyRows],
-) -> Tensor:
-    """Returns the logits after every session's processors, float32 if there are any."""
-    if all(rows.processors is None for rows in batch):
-        return logits
+) -> tuple[Tensor, list[SpecgwError | None]]:
+    """Returns the logits after every session's processors, and what went wrong with each."""
+    errors: list[SpecgwError | None] = [None] * len(batch)
+    if all(rows.processors is None or not rows.is_complete for rows in batch):
+        return logits, errors
     logits = logits.to(torch.float32, copy=True)
     first = 0
-    for rows in batch:
+    for index, rows in enumerate(batch):
         last = first + rows.num_verified
         if rows.processors is not None and rows.is_complete:
-            _process(rows.processors, rows.draft_token_ids, logits[first:last])
+            try:
+                _process(rows.processors, rows.draft_token_ids, logits[first:last])
+            except SpecgwError as error:
+                errors[index] = error
         first = last
-    return logits
+    return logits, errors
 
 
 def _process(
@@ -156,9 +181,9 @@ def _sampling(rows: VerifyRows) -> list[RowSampling]:
     ]
 
 
-def _accept(rows: VerifyRows, draws: Sequence[int]) -> Verified:
-    if not rows.is_complete:
-        return Verified((), 0)
+def _accept(rows: VerifyRows, draws: Sequence[int], error: SpecgwError | None) -> Verified:
+    if not rows.is_complete or error is not None:
+        return Verified((), 0, error=error)
     num_accepted = count_matching(rows.draft_token_ids, draws)
     output = draws[: num_accepted + 1]
     rows.cache.truncate(rows.context_length + num_accepted)
@@ -185,3 +210,19 @@ def _with_logprobs(
         scored = token_logprobs(logits[: len(output)], output, params.logprobs)
         verified = replace(verified, logprobs=scored)
     return verified
+
+
+def _with_hidden(
+    batch: Sequence[VerifyRows],
+    results: Sequence[Verified],
+    hidden: Tensor,  # [num_rows of the batch, hidden_size]
+) -> list[Verified]:
+    """Adds the hidden states asked for: not those of rejected drafts."""
+    added, first = [], 0
+    for rows, result in zip(batch, results, strict=True):
+        if rows.wants_hidden:
+            last = first + len(rows.missing_token_ids) + result.num_accepted
+            result = replace(result, hidden=hidden[first:last])
+        added.append(result)
+        first += rows.num_rows
+    return added
