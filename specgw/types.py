@@ -271,8 +271,8 @@ class HelloAck:
     kv_capacity_tokens: int = 0
     protocol_version: int = PROTOCOL_VERSION
     hidden: HiddenFormat | None = None
-    draft_sample_method: str = ""
     vocab_mapping: VocabMappingSummary | None = None
+    draft_sample_method: str = ""
 
 
 @dataclass(frozen=True, slots=True)
