@@ -26,6 +26,7 @@ from specgw.types import (
     SpeculationStats,
 )
 from verifier_svc.custom_processors import load_processors
+from verifier_svc.draft_length import build_draft_length
 from verifier_svc.drafting import Drafting
 from verifier_svc.scheduler import Scheduler, SchedulerLimits
 from verifier_svc.session import check_request
@@ -84,6 +85,7 @@ class LLM:
             self._runner.vocab_size,
             settings.draft_timeout_s,
             wait_for_slow_drafts=True,
+            length=build_draft_length(args),
         )
         self._scheduler = Scheduler(
             Verifier(
@@ -106,6 +108,7 @@ class LLM:
         for link in self._links:
             hello = build_hello(uuid.uuid4().hex, self._runner.description, args)
             link.start(hello, self._scheduler.inbox)
+        self._scheduler.calibrate()
 
     def generate(
         self,

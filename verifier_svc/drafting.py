@@ -6,6 +6,8 @@ Nothing here can change an answer: a block is only an offer. The rules for waiti
 - A proposer that misses deadlines in a row, or needs longer than a fully accepted block could save,
   is slow: it is asked no more, but for one session in a while that sees whether it recovered.
 - A step that could start without some sessions waits for those whose block is due within one step.
+
+How many tokens are asked for is `draft_length.py`'s business.
 """
 
 import logging
@@ -23,6 +25,7 @@ from specgw.types import (
     ProposeStep,
     UndraftedReason,
 )
+from verifier_svc.draft_length import DraftLength, ProposerHistory
 from verifier_svc.session import Session
 
 logger = logging.getLogger(__name__)
@@ -59,6 +62,7 @@ class _Peer:
     is_slow: bool = False
     probe_at: float = 0.0
     probe_s: float = _MIN_PROBE_S
+    history: ProposerHistory = field(default_factory=ProposerHistory)
 
     def take_step(self) -> ProposeStep:
         step = ProposeStep(tuple(self.open), tuple(self.commit), tuple(self.close))
@@ -102,11 +106,13 @@ class Drafting:
         draft_timeout_s: float,
         wait_for_slow_drafts: bool = False,
         on_answer: Callable[[float, float], None] = lambda answer_s, draft_s: None,
+        length: DraftLength | None = None,
     ) -> None:
         self._peers = {link.address: _Peer(link) for link in links}
         self._vocab_size = vocab_size
         self._draft_timeout_s = draft_timeout_s
         self._wait_for_slow_drafts = wait_for_slow_drafts
+        self.length = length or DraftLength(is_adaptive=False)
         self.step_s: float | None = None
         self._on_answer = on_answer
 
@@ -134,6 +140,7 @@ class Drafting:
         """A proposer can be asked from now on."""
         peer = self._peers[address]
         peer.ack, peer.offer, peer.answer_s, peer.is_slow = ack, ack, None, False
+        peer.history = ProposerHistory.of(ack)
         logger.info("proposer connected", extra={"address": address, "method": ack.method})
 
     def link_down(self, address: str, detail: str, sessions: Mapping[int, Session]) -> None:
@@ -161,8 +168,8 @@ class Drafting:
         """Asks for the block that continues the session's context as it is now."""
         draft = session.draft
         draft.take()
-        num_tokens = session.draft_room()
-        if num_tokens <= 0:
+        allowed = self.length.allowed(session.draft_room())
+        if allowed <= 0:
             draft.reason = UndraftedReason.DISABLED
             return
         peer = self._peer_for(session, now)
@@ -174,15 +181,25 @@ class Drafting:
         if self._is_resting(peer, now):
             draft.reason = UndraftedReason.UNAVAILABLE
             return
+        allowed = min(allowed, peer.ack.max_draft_tokens)
+        num_tokens = self.length.choose(allowed, session.history, peer.history)
+        if num_tokens == 0:
+            draft.reason = UndraftedReason.NO_GAIN
+            return
         if not draft.is_open:
             self._open_on(peer, session)
-        num_tokens = min(num_tokens, peer.ack.max_draft_tokens)
         missing = tuple(session.context[draft.known_length :])
         peer.commit.append(Commit(session.session_id, draft.known_length, missing, num_tokens))
         draft.known_length = draft.asked_length = len(session.context)
         draft.asked_at, draft.asked_tokens = now, num_tokens
         draft.reason = UndraftedReason.LATE
         draft.deadline = now + self._wait_s(peer, draft.is_first)
+
+    def count_round(self, session: Session, num_drafted: int, num_accepted: int) -> None:
+        """Learns from what became of a session's block."""
+        session.history.acceptance.observe(num_drafted, num_accepted)
+        if (peer := self._peers.get(session.draft.address)) is not None:
+            peer.history.acceptance.observe(num_drafted, num_accepted)
 
     def close(self, session: Session) -> None:
         """Ends the session on its proposer."""
@@ -255,7 +272,10 @@ class Drafting:
         self._on_answer(answer_s, block.draft_s)
         if session.draft.is_first:
             return
-        saves_s = math.inf if self.step_s is None else session.draft.asked_tokens * self.step_s
+        peer.history.cost.observe(session.draft.asked_tokens, answer_s)
+        saves_s = math.inf
+        if self.step_s is not None and not self.length.is_adaptive:
+            saves_s = session.draft.asked_tokens * self.step_s
         if peer.measure(answer_s) <= saves_s:
             peer.mark_fast()
         else:

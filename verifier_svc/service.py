@@ -26,6 +26,7 @@ from specgw.telemetry import tell_simulation
 from specgw.types import GenerateOutput, VerifierInfo
 from specgw.v1 import verifier_pb2, verifier_pb2_grpc
 from verifier_svc.custom_processors import load_processors
+from verifier_svc.draft_length import build_draft_length
 from verifier_svc.drafting import Drafting
 from verifier_svc.metrics import VerifierMetrics
 from verifier_svc.scheduler import Scheduler, SchedulerLimits, Snapshot
@@ -66,6 +67,7 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
             settings.draft_timeout_s,
             settings.wait_for_slow_drafts,
             on_answer=metrics.observe_answer,
+            length=build_draft_length(args),
         )
         self._scheduler = Scheduler(
             Verifier(runner, load_processors(settings.logits_processors, runner.vocab_size)),
