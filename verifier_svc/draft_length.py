@@ -183,6 +183,13 @@ class ProposerHistory:
         # By vLLM's table of slots: parallel drafts take one for each token, lookups none.
         return cls(AnswerCost(is_sequential=offer.extra_slots_per_session == 1))
 
+    @classmethod
+    def of_lookup(cls) -> "ProposerHistory":
+        """Returns that of the verifier's own lookup, whose answers take no time."""
+        history = cls(AnswerCost(is_sequential=False))
+        history.cost.observe(1, 0.0)
+        return history
+
 
 class DraftLength:
     """Chooses the number of draft tokens, at most what the configuration allows.

@@ -35,6 +35,7 @@ class DraftState:
     deadline: float | None = None
     retry_at: float = 0.0
     token_ids: Sequence[int] = ()
+    source: str = ""  # of the newest block
     reason: UndraftedReason = UndraftedReason.UNAVAILABLE
 
     def reset(self, address: str = "") -> None:
@@ -70,6 +71,7 @@ class Session:
     cache: SequenceCache | None = None
     draft: DraftState = field(default_factory=DraftState)
     history: SessionHistory = field(default_factory=SessionHistory)
+    local_history: SessionHistory = field(default_factory=SessionHistory)
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
     num_reused: int | None = None  # rows it began with; none before, and without a prefix cache
     has_started: bool = False
