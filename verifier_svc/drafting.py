@@ -15,9 +15,10 @@ How many tokens are asked for is `draft_length.py`'s business.
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from specgw.hidden import MAX_COMMIT_BYTES
 from specgw.link import ProposerLink
 from specgw.types import (
     Commit,
@@ -210,11 +211,17 @@ class Drafting:
         session.draft.reset()
         self._local.close(session)
 
+    def needs_hidden(self, session: Session) -> bool:
+        """Whether the session's proposer drafts from hidden states of the target."""
+        peer = self._peers.get(session.draft.address) if session.draft.is_open else None
+        return peer is not None and peer.ack is not None and peer.ack.hidden is not None
+
     def flush(self) -> None:
-        """Sends each proposer one message with everything gathered for it."""
+        """Sends each proposer everything gathered for it: one message, unless it is too large."""
         for peer in self._peers.values():
             if peer.ack is not None and (step := peer.take_step()):
-                peer.link.send(step, peer.ack)
+                for part in _sendable(step):
+                    peer.link.send(part, peer.ack)
 
     # Blocks arrive.
 
@@ -365,7 +372,10 @@ class Drafting:
         if not draft.is_open:
             self._open_on(peer, session)
         missing = tuple(session.context[draft.known_length :])
-        peer.commit.append(Commit(session.session_id, draft.known_length, missing, num_tokens))
+        needed = peer.ack.hidden if peer.ack is not None else None
+        hidden = draft.hidden.take(needed) if needed is not None else None
+        base_length = draft.known_length
+        peer.commit.append(Commit(session.session_id, base_length, missing, num_tokens, hidden))
         draft.known_length = len(session.context)
 
     def _open_on(self, peer: _Peer, session: Session) -> None:
@@ -373,8 +383,16 @@ class Drafting:
         session.draft.is_open = True
         session.draft.known_length = len(session.context)
         peer.session_ids.add(session.session_id)
-        salt = session.request.cache_salt
-        peer.open.append(OpenSession(session.session_id, tuple(session.context), salt))
+        request = session.request
+        peer.open.append(
+            OpenSession(
+                session.session_id,
+                tuple(session.context),
+                request.cache_salt,
+                request.sampling_params.structured_outputs,
+                len(request.prompt_token_ids),
+            )
+        )
 
     def _refused(self, peer: _Peer, session: Session, reason: UndraftedReason, now: float) -> None:
         peer.session_ids.discard(session.session_id)
@@ -391,3 +409,17 @@ class Drafting:
             if not 0 <= token_id < self._vocab_size:
                 return token_ids[:position]
         return token_ids
+
+
+def _sendable(step: ProposeStep) -> Iterator[ProposeStep]:
+    """Splits a step so that no part carries more than two commits' worth of hidden states."""
+    part: list[Commit] = []
+    opened, num_bytes = step.open, 0
+    for commit in step.commit:
+        size = len(commit.hidden.values) if commit.hidden is not None else 0
+        if num_bytes + size > 2 * MAX_COMMIT_BYTES:
+            yield ProposeStep(opened, tuple(part))
+            opened, part, num_bytes = (), [], 0
+        part.append(commit)
+        num_bytes += size
+    yield ProposeStep(opened, tuple(part), step.close)

@@ -186,7 +186,7 @@ class Scheduler:
             max_draft_tokens=self._limits.max_draft_tokens,
             max_model_len=runner.max_model_len,
             eos_token_ids=runner.eos_token_ids,
-            processors=self._verifier.processors_for(event.request),
+            processors=self._verifier.processors_for(event.request, event.grammar),
         )
         self._sessions[session.session_id] = session
         self._waiting.append(session)
@@ -301,6 +301,7 @@ class Scheduler:
             seed=session.seed,
             processors=session.processors,
             scored_token_ids=session.tokens_to_score(first + len(missing)),
+            wants_hidden=self._drafting.needs_hidden(session),
         )
 
     def _preempt(self, session: Session) -> None:
@@ -349,6 +350,12 @@ class Scheduler:
         self._drafting.length.num_running = len(self._running)
         for (session, rows), result in zip(batch, verified or (), strict=False):
             session.prompt_logprobs.extend(result.prompt_logprobs)
+            if result.error is not None:
+                self._outputs.append((session.session_id, result.error))
+                self._end(session)
+                continue
+            if result.hidden is not None:
+                session.draft.hidden.append(rows.cache.length - len(result.hidden), result.hidden)
             if rows.is_complete:
                 self._commit_session(session, rows, result)
             else:
