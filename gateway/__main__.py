@@ -81,7 +81,9 @@ async def serving(
         on_reopen=metrics.reopened.inc,
         on_change=admission.grant,
     )
-    builder = RequestBuilder(router, args.max_model_len, args.max_draft_tokens, args.seed)
+    builder = RequestBuilder(
+        router, args.max_model_len, args.max_draft_tokens, args.max_logprobs, args.seed
+    )
     generator = TextGenerator(tokenizer, router, admission, metrics, settings.request_timeout_s)
     defaults = load_sampling_defaults(resolve_model(args.model))
     api = OpenAIApi(args, tokenizer, builder, generator, metrics, defaults)

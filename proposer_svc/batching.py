@@ -59,7 +59,7 @@ def _urgency(one: DraftRows) -> tuple[bool, bool, int]:
 
 def _reserve(one: DraftRows, sessions: Collection[DraftRows], idle_before: int) -> bool:
     """Takes all the memory that the session's block needs, if need be from idle sessions."""
-    length = len(one.token_ids) + max(one.session.num_wanted - 1, 0)
+    length = len(one.token_ids) + max(one.max_draft_tokens - 1, 0)
     while True:
         try:
             one.cache.reserve(length)

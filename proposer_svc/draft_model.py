@@ -12,66 +12,77 @@ from torch import Tensor
 
 from proposer_svc.batching import build_batch
 from proposer_svc.draft_rows import DraftRows
+from proposer_svc.draft_vocabulary import DraftVocabulary, SharedVocabulary
 from proposer_svc.drafter import Draft
 from proposer_svc.session_table import Session, SessionTable
 from specgw.engine.model_runner import ModelRunner, SequenceChunk
-from specgw.handshake import vocabulary_mismatches
-from specgw.types import ModelDescription, UndraftedReason
+from specgw.types import ModelDescription, UndraftedReason, VocabMappingSummary
 
 logger = logging.getLogger(__name__)
 
 
 class DraftModelDrafter:
-    """Implements `Drafter` with a model that has the target's vocabulary."""
+    """Implements `Drafter` with a model that reads what the target reads."""
 
     method = "draft_model"
     parallel_drafting = False
     mask_rows = 0  # most rows that a block takes beside the missing ones of its session
 
     def __init__(
-        self, runner: ModelRunner, max_num_batched_tokens: int, tokenizer_size: int | None = None
+        self,
+        runner: ModelRunner,
+        max_num_batched_tokens: int,
+        vocabulary: DraftVocabulary | None = None,
     ) -> None:
-        """Takes a loaded model; `tokenizer_size` is the number of its ids that mean something."""
+        """Takes a loaded model. Its vocabulary is the target's unless told otherwise."""
         self.description = runner.description
         self.max_num_batched_tokens = max_num_batched_tokens
         self.kv_capacity_tokens = runner.kv_cache.capacity_tokens
         self.num_passes = 0
         self._runner = runner
-        self._num_own_ids = tokenizer_size or runner.vocab_size
+        self._vocabulary = vocabulary or SharedVocabulary(runner.description)
         self._rows: dict[Session, DraftRows] = {}
+
+    @property
+    def vocab_mapping(self) -> VocabMappingSummary | None:
+        return self._vocabulary.summary
 
     @property
     def kv_used_tokens(self) -> int:
         return self._runner.kv_cache.used_tokens
 
     def mismatches(self, target: ModelDescription) -> list[str]:
-        return vocabulary_mismatches(target, self.description)
+        return self._vocabulary.mismatches(target)
 
     def num_context_ids(self, target: ModelDescription) -> int:
-        return min(target.vocab_size, self._runner.vocab_size)
+        return self._vocabulary.num_context_ids(target)
 
     def open(self, session: Session) -> None:
-        length = len(session.token_ids)
+        context = self._vocabulary.open_context(session)
+        length, max_length = len(context.token_ids), self._runner.max_model_len
         self._rows[session] = DraftRows(
             session,
-            session.token_ids,
+            context,
             self._runner.kv_cache.new_sequence(),
-            num_draftable_ids=min(session.num_ids, self._num_own_ids),
-            prefill_length=length if length <= self._runner.max_model_len else 0,
+            num_draftable_ids=self._vocabulary.num_draftable_ids(session),
+            prefill_length=length if length <= max_length else 0,
+            max_length=max_length,
         )
 
     def commit(self, session: Session, token_ids: Sequence[int]) -> None:
-        self._rows[session].keep_agreed(token_ids)
+        self._rows[session].extend(token_ids)
 
     def room(self, session: Session) -> int:
-        # Every token of the context is fed, and every draft token but the last.
-        return self._runner.max_model_len - len(self._rows[session].token_ids) + 1
+        return self._rows[session].room
 
     def stop(self, session: Session) -> None:
         self._rows[session].forget()
 
     def close(self, session: Session) -> None:
         self._rows.pop(session).cache.release()
+
+    def enter_thread(self) -> None:
+        torch.get_num_threads()  # without this call, OpenMP ignores torch's setting in this thread
 
     def has_work(self) -> bool:
         return any(rows.has_work for rows in self._rows.values())
@@ -113,12 +124,14 @@ class DraftModelDrafter:
 
     def _forward(self, chunks: Sequence[SequenceChunk]) -> Tensor:
         self.num_passes += 1
-        return self._runner.forward(chunks)
+        return self._vocabulary.constrain(self._runner.forward(chunks))
 
 
 def _answer(rows: DraftRows) -> Draft:
-    reason = None if rows.draft_token_ids else UndraftedReason.ERROR
-    return Draft(rows.session, tuple(rows.draft_token_ids), reason)
+    if not rows.draft_token_ids:
+        return Draft(rows.session, reason=UndraftedReason.ERROR)
+    block = rows.context.to_target(rows.draft_token_ids, rows.session.num_wanted)
+    return Draft(rows.session, block, reason=None if block else UndraftedReason.EMPTY)
 
 
 def completes(one: DraftRows, rows: int) -> bool:
@@ -156,7 +169,7 @@ def _append_most_probable(sessions: Sequence[DraftRows], logits: Tensor) -> list
             one.draft_token_ids = []
         else:
             one.draft_token_ids.append(token_id)
-    return [one for one in sessions if 0 < len(one.draft_token_ids) < one.session.num_wanted]
+    return [one for one in sessions if one.is_drafting]
 
 
 def _without_padding(logits: Tensor, limits: Sequence[int]) -> Tensor:

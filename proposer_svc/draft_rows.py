@@ -2,7 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
+from proposer_svc.draft_vocabulary import DraftContext
 from proposer_svc.session_table import Session
 from specgw.engine.block_hashes import BlockHashes
 from specgw.engine.kv_cache import SequenceCache
@@ -12,20 +14,46 @@ from specgw.engine.kv_cache import SequenceCache
 class DraftRows:
     """The rows of `cache` are those of `token_ids` and then of the leading `draft_token_ids`.
 
-    As far as they were fed; they are kept from round to round. `token_ids` are the draft model's
-    ids: the session's own list where both models share a vocabulary. They only grow.
+    As far as they were fed; they are kept from round to round, and so far as they are right.
     """
 
     session: Session
-    token_ids: list[int]
+    context: DraftContext
     cache: SequenceCache
     num_draftable_ids: int  # ids from here on must not be drafted
     prefill_length: int  # rows to feed even if no block is asked for
+    max_length: int  # rows that there may be
     draft_token_ids: list[int] = field(default_factory=list)
     block_hashes: BlockHashes = field(init=False)
 
     def __post_init__(self) -> None:
         self.block_hashes = BlockHashes(self.session.cache_salt)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The context in the draft model's ids."""
+        return self.context.token_ids
+
+    @property
+    def room(self) -> int:
+        """Most draft tokens that may follow the context."""
+        if not self.token_ids:
+            return 0  # all that the target has is special tokens that are no text to the draft
+        # Every token of the context is fed, and every draft token but the last.
+        return self.max_length - len(self.token_ids) + 1
+
+    @property
+    def max_draft_tokens(self) -> int:
+        """Most draft tokens of the block that is asked for."""
+        return min(self.context.most_draft_tokens(self.session.num_wanted), self.room)
+
+    @property
+    def is_drafting(self) -> bool:
+        """Whether the block has begun and is not complete."""
+        num_wanted = self.session.num_wanted
+        return 0 < len(self.draft_token_ids) < self.max_draft_tokens and not self.context.is_enough(
+            self.draft_token_ids, num_wanted
+        )
 
     @property
     def num_missing(self) -> int:
@@ -43,24 +71,25 @@ class DraftRows:
         Its logits are needed.
         """
         if not self.cache.length:
-            self.cache.adopt(self.block_hashes.within(self.token_ids, len(self.token_ids) - 1))
+            length = min(self.context.num_settled, len(self.token_ids) - 1)
+            self.cache.adopt(self.block_hashes.within(self.token_ids, length))
 
     def publish(self) -> None:
-        """Lets other sessions use the rows of `token_ids`, never those of draft tokens."""
-        length = min(self.cache.length, len(self.token_ids))
+        """Lets other sessions use the rows that stay, never those of draft tokens."""
+        length = min(self.cache.length, self.context.num_settled)
         self.cache.publish(self.block_hashes.within(self.token_ids, length))
 
-    def keep_agreed(self, committed: Sequence[int]) -> None:
-        """Drops the rows of draft tokens that differ from what was appended to `token_ids`."""
-        num_agreed = 0
-        for drafted, token_id in zip(self.draft_token_ids, committed, strict=False):
-            if drafted != token_id:
-                break
-            num_agreed += 1
+    def extend(self, committed: Sequence[int]) -> None:
+        """Brings the context up to date with the target's tokens; keeps the rows still right."""
+        start, replaced = self.context.extend(committed)
+        held = [*replaced, *self.draft_token_ids]
+        agreed = takewhile(
+            lambda pair: pair[0] == pair[1], zip(held, self.token_ids[start:], strict=False)
+        )
+        num_right = start + sum(1 for _ in agreed)
         self.draft_token_ids = []
-        num_right = len(self.token_ids) - len(committed) + num_agreed
         # The last token is always fed again: the next draft token comes from its logits.
-        self.cache.truncate(min(num_right, len(self.token_ids) - 1))
+        self.cache.truncate(max(min(num_right, len(self.token_ids) - 1), 0))
 
     def forget(self) -> None:
         """Gives the KV cache back; the next block begins with a prefill."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from proposer_svc.session_table import Session, SessionTable
-from specgw.types import ModelDescription, UndraftedReason
+from specgw.types import ModelDescription, UndraftedReason, VocabMappingSummary
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +43,10 @@ class Drafter(Protocol):
     num_passes: int
 
     @property
+    def vocab_mapping(self) -> VocabMappingSummary | None:
+        """How the draft model's vocabulary is mapped; None if it is the target's."""
+
+    @property
     def kv_used_tokens(self) -> int:
         """Slots of the KV cache in use, whole blocks counted."""
 
@@ -66,6 +70,9 @@ class Drafter(Protocol):
 
     def close(self, session: Session) -> None:
         """Frees all that it keeps for a session."""
+
+    def enter_thread(self) -> None:
+        """Called once by the thread that will call all else, if another one built it."""
 
     def has_work(self) -> bool:
         """Whether `step` has something to do."""

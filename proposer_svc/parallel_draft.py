@@ -12,6 +12,7 @@ import torch
 
 from proposer_svc.draft_model import DraftModelDrafter, completes, missing_chunk, most_probable
 from proposer_svc.draft_rows import DraftRows
+from proposer_svc.draft_vocabulary import DraftVocabulary
 from proposer_svc.session_table import Session
 from specgw.budget import mask_rows
 from specgw.engine.model_runner import ModelRunner, SequenceChunk
@@ -29,7 +30,7 @@ class ParallelDrafter(DraftModelDrafter):
         self,
         runner: ModelRunner,
         max_num_batched_tokens: int,
-        tokenizer_size: int | None = None,
+        vocabulary: DraftVocabulary | None = None,
         *,
         mask_token_id: int,
         max_draft_tokens: int,
@@ -40,12 +41,12 @@ class ParallelDrafter(DraftModelDrafter):
         Args:
             runner: The model.
             max_num_batched_tokens: Most input rows of one forward pass, masks included.
-            tokenizer_size: The number of its ids that mean something; None for all.
+            vocabulary: What its ids are to the target; None for the same.
             mask_token_id: The token that it reads as a place to fill; never drafted.
             max_draft_tokens: Most draft tokens that will be asked for.
             num_trained_tokens: Most draft tokens that it was trained for, if known.
         """
-        super().__init__(runner, max_num_batched_tokens, tokenizer_size)
+        super().__init__(runner, max_num_batched_tokens, vocabulary)
         self._mask_token_id = mask_token_id
         self._max_block = max_draft_tokens
         if num_trained_tokens is not None and num_trained_tokens < max_draft_tokens:

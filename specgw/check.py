@@ -22,8 +22,13 @@ from specgw.slots import SLOTS_TABLE, extra_slots, kv_lookahead
 from specgw.supported import not_run_yet, without_effect
 from specgw.vllm_names import ALIASES
 from specgw.vocab import tokenizer_size, vocab_fingerprint
+from specgw.vocab_mapping import Coverage
 
 _HIDDEN = "(hidden)"
+_WITHOUT_PROPOSER = (
+    "no proposer is started or asked: the verifier itself drafts, since the method has no model "
+    "and specgw.verifier.proposers names none"
+)
 _ABOUT_MODELS = ("model", "speculative_config", *ALIASES)
 # What is looked at if the whole is not valid: the first of these that is.
 _MODEL_KEYS = (
@@ -57,7 +62,8 @@ class Budget:
         max_num_batched_tokens: Input rows in one step.
         kv_lookahead: KV slots of a request beyond its tokens.
         kv_cache_tokens: Size of the KV cache: as configured, else full contexts for everybody,
-            which a machine with less memory cuts down. None if the context's length is unknown.
+            which a machine with less memory cuts down. None if the context's length is unknown,
+            and without a model.
         kv_bytes_per_token: Bytes of keys and values of one token. None if unknown.
     """
 
@@ -98,6 +104,7 @@ class Report:
     notices: list[str] = field(default_factory=list)
     args: EngineArgs | None = None
     pair: ModelPair | None = None
+    coverage: Coverage | None = None
     services: list[ServiceState] = field(default_factory=list)
 
     @property
@@ -126,7 +133,7 @@ class Report:
         if self.args is None:
             return []
         budgets = [_verifier_budget(self.args, self.pair)]
-        if self.args.speculative_config is not None:
+        if self.args.speculative_config is not None and not self.args.drafts_locally:
             budgets.append(_proposer_budget(self.args, self.pair))
         return budgets
 
@@ -136,7 +143,10 @@ class Report:
         relation = self.pair.vocab_relation if self.pair else None
         if relation is None:
             return {}
-        return {**asdict(relation), "kinship": relation.kinship.value}
+        found = {**asdict(relation), "kinship": relation.kinship.value}
+        if self.coverage is not None:
+            found["coverage"] = asdict(self.coverage)
+        return found
 
     @property
     def mask_token(self) -> dict[str, Any]:
@@ -175,10 +185,13 @@ def check(
     if args is None:
         return report
     report.notices += without_effect(args)
+    if args.drafts_locally:
+        report.notices.append(_WITHOUT_PROPOSER)
     if with_models(args):
         try:
             report.pair = read_models(args)
             report.problems += check_models(report.pair)
+            report.coverage = _coverage(report.pair)
             report.notices += notice_models(report.pair)
         except ConfigError as error:
             report.problems += error.problems
@@ -217,6 +230,13 @@ def _valid_models(raw: Mapping[str, Any]) -> EngineArgs | None:
     return None
 
 
+def _coverage(pair: ModelPair) -> Coverage | None:
+    try:
+        return pair.vocab_mapping.coverage if pair.vocab_mapping else None
+    except ConfigError:
+        return None  # a problem that `check_models` has told
+
+
 def _verifier_budget(args: EngineArgs, pair: ModelPair | None) -> Budget:
     lengths = [args.max_model_len, pair.target.max_model_len if pair else None]
     configured = args.specgw.verifier.kv_cache_tokens
@@ -237,6 +257,7 @@ def _proposer_budget(args: EngineArgs, pair: ModelPair | None) -> Budget:
     assert config is not None  # or there is no proposer
     draft = pair.draft if pair else None
     lengths = [config.max_model_len, args.max_model_len, draft.max_model_len if draft else None]
+    kv_cache_tokens = settings.kv_cache_tokens or _full_contexts(settings.max_sessions, lengths)
     return Budget(
         service="proposer",
         model=config.model,
@@ -244,7 +265,7 @@ def _proposer_budget(args: EngineArgs, pair: ModelPair | None) -> Budget:
         rows_per_request=1 + draft_slots(config).extra_rows,
         max_num_batched_tokens=settings.max_num_batched_tokens,
         kv_lookahead=draft_slots(config).kv_lookahead,
-        kv_cache_tokens=settings.kv_cache_tokens or _full_contexts(settings.max_sessions, lengths),
+        kv_cache_tokens=kv_cache_tokens if config.has_draft_checkpoint else None,
         kv_bytes_per_token=draft.kv_bytes_per_token(args.dtype) if draft else None,
     )
 

@@ -88,6 +88,12 @@ def _vocabulary_lines(report: Report) -> list[str]:
         f"the draft, {found['num_shared_tokens']} tokens in both",
         *found["differences"],
     ]
+    if covered := found.get("coverage"):
+        lines.append(
+            f"{covered['num_common']} tokens stand for the same: {covered['of_target']:.1%} of the "
+            f"target's, {covered['of_draft']:.1%} of the draft's, about {covered['weighted']:.1%} "
+            "of what the draft writes"
+        )
     if mask := report.mask_token:
         lines.append(f"mask token {mask['id']} from {mask['field']}")
     return lines

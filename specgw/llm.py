@@ -27,6 +27,7 @@ from specgw.types import (
 )
 from verifier_svc.custom_processors import load_processors
 from verifier_svc.drafting import Drafting
+from verifier_svc.local_drafts import build_local_drafts
 from verifier_svc.scheduler import Scheduler, SchedulerLimits
 from verifier_svc.session import check_request
 from verifier_svc.verifier import Verifier
@@ -76,7 +77,8 @@ class LLM:
         settings = args.specgw.verifier
         self._tokenizer = load_tokenizer(args.tokenizer_path)
         self._runner = load_model(target_options(args))
-        self.proposer = build_proposer(args) if args.speculative_config is not None else None
+        has_proposer = args.speculative_config is not None and not args.drafts_locally
+        self.proposer = build_proposer(args) if has_proposer else None
         self._links = [] if self.proposer is None else [InProcessLink(self.proposer)]
         # In one thread a block is there when it is asked for: there is nothing to wait for.
         drafting = Drafting(
@@ -84,6 +86,7 @@ class LLM:
             self._runner.vocab_size,
             settings.draft_timeout_s,
             wait_for_slow_drafts=True,
+            local=build_local_drafts(args, self._runner.max_model_len),
         )
         self._scheduler = Scheduler(
             Verifier(

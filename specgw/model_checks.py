@@ -15,6 +15,7 @@ from specgw.errors import ConfigError
 from specgw.method_detection import num_predicted_tokens
 from specgw.model_files import is_on_hub, read_config, resolve_model, weight_files
 from specgw.vocab import VocabKinship, VocabRelation, relate_vocabs
+from specgw.vocab_mapping import VocabMapping, coverage_problems, load_mapping
 
 MASK_TOKEN_FIELDS = ("dflash_config.mask_token_id", "mask_token_id", "dspark_noise_token_id",
                      "pard_token", "ptd_token_id")  # fmt: skip
@@ -122,6 +123,24 @@ class ModelPair:
             return None
         return relate_vocabs(
             self.target.directory,
+            self.target.vocab_size,
+            self.draft.directory,
+            self.draft.vocab_size,
+        )
+
+    @cached_property
+    def vocab_mapping(self) -> VocabMapping | None:
+        """How another vocabulary is mapped; None if the draft has the target's.
+
+        Raises:
+            ConfigError: if it cannot be.
+        """
+        if self.draft is None or self.drafting is None or not self.drafting.use_heterogeneous_vocab:
+            return None
+        if self.vocab_relation is not None and self.vocab_relation.has_same_tokens:
+            return None
+        return load_mapping(
+            resolve_model(self.args.tokenizer_path, with_weights=False),
             self.target.vocab_size,
             self.draft.directory,
             self.draft.vocab_size,
@@ -366,24 +385,34 @@ def _candidates(pair: ModelPair) -> Iterator[str]:
 
 def _vocabs(pair: ModelPair) -> Iterator[str]:
     drafting = pair.drafting
-    if drafting is None or drafting.method != "draft_model" or drafting.use_heterogeneous_vocab:
-        return
     relation = pair.vocab_relation
-    if relation is None:
+    if drafting is None or drafting.method != "draft_model" or relation is None:
         return
     assert pair.draft is not None  # or there were no relation
+    if drafting.use_heterogeneous_vocab:
+        yield from _mapping_problems(pair, drafting.heterogeneous_vocab_method)
+        return
     names = f"{pair.draft.name} drafts for {pair.target.name}"
     sizes = f"{relation.draft_size} and {relation.target_size} ids"
     if relation.kinship is VocabKinship.FOREIGN:
         yield (
-            f"speculative_config.model: {names} with other tokens: "
-            f"{'; '.join(relation.differences)} ({sizes}); use_heterogeneous_vocab allows it"
+            f"speculative_config.model: {names} with other tokens under "
+            f"{relation.num_differences} ids: {'; '.join(relation.differences)} ({sizes}); "
+            "use_heterogeneous_vocab allows it"
         )
     elif relation.kinship is VocabKinship.UNKNOWN and relation.draft_size != relation.target_size:
         yield (
             f"speculative_config.model: {names} with {sizes}, and without both tokenizers "
             "nothing shows that the rest is padding"
         )
+
+
+def _mapping_problems(pair: ModelPair, method: str) -> Sequence[str]:
+    try:
+        mapping = pair.vocab_mapping
+    except ConfigError as error:
+        return [f"speculative_config.use_heterogeneous_vocab: {one}" for one in error.problems]
+    return coverage_problems(mapping.coverage, method) if mapping else []
 
 
 _CHECKS: tuple[Callable[[ModelPair], Iterator[str]], ...] = (

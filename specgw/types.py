@@ -231,8 +231,21 @@ class Hello:
 
 
 @dataclass(frozen=True, slots=True)
+class VocabMappingSummary:
+    """How a draft model's vocabulary is mapped to another one of the target.
+
+    Coverages are shares, in [0, 1], of the tokens of each side that stand for text.
+    """
+
+    method: str
+    fingerprint: str
+    target_coverage: float
+    draft_coverage: float
+
+
+@dataclass(frozen=True, slots=True)
 class HelloAck:
-    """What a proposer offers a verifier."""
+    """What a proposer offers a verifier. No `vocab_mapping` if both models share a vocabulary."""
 
     proposer_id: str
     method: str
@@ -244,6 +257,7 @@ class HelloAck:
     max_num_batched_tokens: int = 0
     kv_capacity_tokens: int = 0
     protocol_version: int = PROTOCOL_VERSION
+    vocab_mapping: VocabMappingSummary | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,6 +46,13 @@ DIFFERENCES = (
         "Such drafts are hardly ever accepted: they cost time and save none.",
     ),
     Difference(
+        "vocab-nothing-common",
+        "Maps vocabularies that have no token in common.",
+        "Refuses them, and `heterogeneous_vocab_method: token` where the common tokens are too "
+        "few; tells how many there are.",
+        "Nothing could be drafted.",
+    ),
+    Difference(
         "k-limit",
         "Accepts any K and asserts K <= 128 while running.",
         "Refuses K over 128.",
@@ -54,9 +61,9 @@ DIFFERENCES = (
     Difference(
         "load-time",
         "Accepts the configuration, then fails when the engine starts or runs: schedules by batch "
-        "size, a missing mask token, M-RoPE drafts, a draft on 1 of several GPUs, "
-        "`disable_padded_drafter_batch` with a draft model, local argmax of probabilistic drafts, "
-        "absent weights.",
+        "size, a missing mask token, a missing tokenizer, M-RoPE drafts, a draft on 1 of several "
+        "GPUs, `disable_padded_drafter_batch` with a draft model, local argmax of probabilistic "
+        "drafts, absent weights.",
         "Refuses it.",
         "What is known from the files is told before anything is loaded.",
     ),

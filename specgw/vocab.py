@@ -1,7 +1,6 @@
 """Compares vocabularies by content. No torch: every service does this."""
 
 import hashlib
-import itertools
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -36,14 +35,21 @@ class VocabRelation:
         target_size: Rows of the target's embedding.
         draft_size: Rows of the draft's embedding.
         num_shared_tokens: Tokens, whatever their ids, that both have.
-        differences: The first ids that stand for other tokens, for people.
+        num_differences: Ids that stand for other tokens.
+        differences: The first of those, for people.
     """
 
     kinship: VocabKinship
     target_size: int
     draft_size: int
     num_shared_tokens: int = 0
+    num_differences: int = 0
     differences: tuple[str, ...] = ()
+
+    @property
+    def has_same_tokens(self) -> bool:
+        """Whether every token has the same id in both."""
+        return self.kinship in (VocabKinship.SAME, VocabKinship.PADDED)
 
 
 def relate_vocabs(
@@ -54,11 +60,18 @@ def relate_vocabs(
     if not target or not draft:
         return VocabRelation(VocabKinship.UNKNOWN, target_size, draft_size)
     num_shared = len(target.keys() & draft.keys())
-    differences = tuple(itertools.islice(_differences(target, draft), _NUM_DIFFERENCES_TOLD))
+    differences = tuple(_differences(target, draft))
     kinship = VocabKinship.FOREIGN
     if not differences:
         kinship = VocabKinship.SAME if target_size == draft_size else VocabKinship.PADDED
-    return VocabRelation(kinship, target_size, draft_size, num_shared, differences)
+    return VocabRelation(
+        kinship,
+        target_size,
+        draft_size,
+        num_shared,
+        len(differences),
+        differences[:_NUM_DIFFERENCES_TOLD],
+    )
 
 
 def vocab_fingerprint(model_dir: Path) -> str:

@@ -26,6 +26,7 @@ from specgw.types import (
     TokenLogprobs,
     UndraftedReason,
     VerifierInfo,
+    VocabMappingSummary,
 )
 from specgw.v1 import proposer_pb2, types_pb2, verifier_pb2
 
@@ -278,6 +279,9 @@ def hello_ack_from_pb(pb: proposer_pb2.HelloAck) -> HelloAck:
         max_num_batched_tokens=pb.max_num_batched_tokens,
         kv_capacity_tokens=pb.kv_capacity_tokens,
         protocol_version=pb.protocol_version,
+        vocab_mapping=(
+            _vocab_mapping_from_pb(pb.vocab_mapping) if pb.HasField("vocab_mapping") else None
+        ),
     )
 
 
@@ -293,6 +297,20 @@ def hello_ack_to_pb(ack: HelloAck) -> proposer_pb2.HelloAck:
         kv_lookahead_per_session=ack.kv_lookahead_per_session,
         max_num_batched_tokens=ack.max_num_batched_tokens,
         kv_capacity_tokens=ack.kv_capacity_tokens,
+        vocab_mapping=_vocab_mapping_to_pb(ack.vocab_mapping) if ack.vocab_mapping else None,
+    )
+
+
+def _vocab_mapping_from_pb(pb: proposer_pb2.VocabMapping) -> VocabMappingSummary:
+    return VocabMappingSummary(pb.method, pb.fingerprint, pb.target_coverage, pb.draft_coverage)
+
+
+def _vocab_mapping_to_pb(summary: VocabMappingSummary) -> proposer_pb2.VocabMapping:
+    return proposer_pb2.VocabMapping(
+        method=summary.method,
+        fingerprint=summary.fingerprint,
+        target_coverage=summary.target_coverage,
+        draft_coverage=summary.draft_coverage,
     )
 
 

@@ -3,7 +3,16 @@
 import json
 from pathlib import Path
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import (
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 
 EOS = "<|end|>"
 CORPUS = [
@@ -12,6 +21,10 @@ CORPUS = [
     "she said \"stop\" and then he said 'go', so they went on and on",
     "naïve café, größer, déjà vu, 你好世界, こんにちは世界, привет мир",
 ]
+_LLAMA3_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{% if message.role == 'robot' %}{{ raise_exception('no robots') }}{% endif %}"
@@ -56,6 +69,64 @@ def metaspace() -> Tokenizer:
         decoders.Strip(" ", 1, 0),
     ])  # fmt: skip
     tokenizer.add_special_tokens([EOS])
+    return tokenizer
+
+
+def split_byte_level() -> Tokenizer:
+    """Byte-level with digits by three, composed characters and a BOS, as in Llama 3 and Qwen."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Split(Regex(_LLAMA3_WORDS), "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ])  # fmt: skip
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=500,
+        special_tokens=["<s>", EOS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([text.upper() for text in CORPUS] + CORPUS[2:], trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", token_id(tokenizer, "<s>"))]
+    )
+    return tokenizer
+
+
+def word_piece() -> Tokenizer:
+    """Tokens that continue a word begin with `##`, over an alphabet of bytes."""
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trained = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=700,
+        special_tokens=["[UNK]", EOS],
+        initial_alphabet=alphabet,
+        show_progress=False,
+    )
+    trained.train_from_iterator(CORPUS, trainer)
+    vocab = trained.get_vocab()
+    for letter in sorted(alphabet):
+        vocab.setdefault(f"##{letter}", len(vocab))
+    tokenizer = Tokenizer(models.WordPiece(vocab, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = trained.pre_tokenizer
+    tokenizer.decoder = decoders.Sequence([
+        decoders.Replace("##", ""), decoders.Fuse(), decoders.ByteLevel()
+    ])  # fmt: skip
+    tokenizer.add_special_tokens(["[UNK]", EOS])
+    return tokenizer
+
+
+def bert() -> Tokenizer:
+    """Word pieces that imply the spaces between them, as in BERT; no fallback to bytes."""
+    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=300, special_tokens=["[UNK]", EOS], show_progress=False
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
     return tokenizer
 
 

@@ -18,6 +18,7 @@ from specgw.types import (
 )
 from verifier_svc.custom_processors import CustomLogitsProcessor
 from verifier_svc.drafting import Drafting
+from verifier_svc.local_drafts import LocalDrafts
 from verifier_svc.scheduler import Scheduler, SchedulerLimits
 from verifier_svc.verifier import Verifier
 
@@ -60,10 +61,13 @@ class InlineVerifier:
         wait_for_slow_drafts: bool = True,
         draft_timeout_s: float = 10.0,
         custom_processors: Sequence[CustomLogitsProcessor] = (),
+        local: LocalDrafts | None = None,
     ) -> None:
         self.runner = runner
         self.answers: dict[int, Answer] = {}
-        self.drafting = Drafting(links, runner.vocab_size, draft_timeout_s, wait_for_slow_drafts)
+        self.drafting = Drafting(
+            links, runner.vocab_size, draft_timeout_s, wait_for_slow_drafts, local=local
+        )
         self.scheduler = Scheduler(
             Verifier(runner, custom_processors),
             self.drafting,

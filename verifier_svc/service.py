@@ -27,6 +27,7 @@ from specgw.types import GenerateOutput, VerifierInfo
 from specgw.v1 import verifier_pb2, verifier_pb2_grpc
 from verifier_svc.custom_processors import load_processors
 from verifier_svc.drafting import Drafting
+from verifier_svc.local_drafts import build_local_drafts
 from verifier_svc.metrics import VerifierMetrics
 from verifier_svc.scheduler import Scheduler, SchedulerLimits, Snapshot
 from verifier_svc.session import check_request
@@ -66,7 +67,9 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
             settings.draft_timeout_s,
             settings.wait_for_slow_drafts,
             on_answer=metrics.observe_answer,
+            local=build_local_drafts(args, runner.max_model_len),
         )
+        self._proposers = drafting.addresses
         self._scheduler = Scheduler(
             Verifier(runner, load_processors(settings.logits_processors, runner.vocab_size)),
             drafting,
@@ -121,7 +124,7 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
             generate_request,
             self._runner.max_model_len,
             self._runner.vocab_size,
-            [link.address for link in self._links],
+            self._proposers,
             self._args.max_logprobs,
         )
         seed = generate_request.sampling_params.seed

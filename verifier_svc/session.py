@@ -34,6 +34,7 @@ class DraftState:
     deadline: float | None = None
     retry_at: float = 0.0
     token_ids: Sequence[int] = ()
+    source: str = ""  # of the newest block
     reason: UndraftedReason = UndraftedReason.UNAVAILABLE
 
     def reset(self, address: str = "") -> None:

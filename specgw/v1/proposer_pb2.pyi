@@ -179,6 +179,7 @@ class HelloAck(_message.Message):
     KV_LOOKAHEAD_PER_SESSION_FIELD_NUMBER: _builtins.int
     MAX_NUM_BATCHED_TOKENS_FIELD_NUMBER: _builtins.int
     KV_CAPACITY_TOKENS_FIELD_NUMBER: _builtins.int
+    VOCAB_MAPPING_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     """Version of this contract that the proposer speaks."""
     proposer_id: _builtins.str
@@ -201,6 +202,10 @@ class HelloAck(_message.Message):
     def draft_model(self) -> _types_pb2.ModelDescription:
         """The draft model."""
 
+    @_builtins.property
+    def vocab_mapping(self) -> Global___VocabMapping:
+        """How the draft model's vocabulary is mapped to the target's. Absent if it is the same."""
+
     def __init__(
         self,
         *,
@@ -214,14 +219,51 @@ class HelloAck(_message.Message):
         kv_lookahead_per_session: _builtins.int = ...,
         max_num_batched_tokens: _builtins.int = ...,
         kv_capacity_tokens: _builtins.int = ...,
+        vocab_mapping: Global___VocabMapping | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["draft_model", b"draft_model"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["draft_model", b"draft_model", "vocab_mapping", b"vocab_mapping"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_model", b"draft_model", "extra_slots_per_session", b"extra_slots_per_session", "kv_capacity_tokens", b"kv_capacity_tokens", "kv_lookahead_per_session", b"kv_lookahead_per_session", "max_draft_tokens", b"max_draft_tokens", "max_num_batched_tokens", b"max_num_batched_tokens", "max_sessions", b"max_sessions", "method", b"method", "proposer_id", b"proposer_id", "protocol_version", b"protocol_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_model", b"draft_model", "extra_slots_per_session", b"extra_slots_per_session", "kv_capacity_tokens", b"kv_capacity_tokens", "kv_lookahead_per_session", b"kv_lookahead_per_session", "max_draft_tokens", b"max_draft_tokens", "max_num_batched_tokens", b"max_num_batched_tokens", "max_sessions", b"max_sessions", "method", b"method", "proposer_id", b"proposer_id", "protocol_version", b"protocol_version", "vocab_mapping", b"vocab_mapping"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___HelloAck: _TypeAlias = HelloAck  # noqa: Y015
+
+@_typing.final
+class VocabMapping(_message.Message):
+    """How a draft model's tokens become those of a target with another vocabulary. Drafts are in the target's ids always."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    METHOD_FIELD_NUMBER: _builtins.int
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
+    TARGET_COVERAGE_FIELD_NUMBER: _builtins.int
+    DRAFT_COVERAGE_FIELD_NUMBER: _builtins.int
+    method: _builtins.str
+    """The method: `token` maps each token to one that stands for the same, `string` tokenizes the drafted text anew.
+    More may be added.
+    """
+    fingerprint: _builtins.str
+    """SHA-256, in hex, of the target's id for each of the draft's ids (int64, little-endian, -1 for none)."""
+    target_coverage: _builtins.float
+    """Share of the target's tokens for text that the draft has too. Range [0, 1]."""
+    draft_coverage: _builtins.float
+    """Share of the draft's tokens for text that the target has too. Range [0, 1]."""
+    def __init__(
+        self,
+        *,
+        method: _builtins.str = ...,
+        fingerprint: _builtins.str = ...,
+        target_coverage: _builtins.float = ...,
+        draft_coverage: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_coverage", b"draft_coverage", "fingerprint", b"fingerprint", "method", b"method", "target_coverage", b"target_coverage"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___VocabMapping: _TypeAlias = VocabMapping  # noqa: Y015
 
 @_typing.final
 class ProposeStep(_message.Message):

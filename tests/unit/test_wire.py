@@ -23,6 +23,7 @@ from specgw.types import (
     TokenLogprobs,
     UndraftedReason,
     VerifierInfo,
+    VocabMappingSummary,
 )
 from specgw.v1 import proposer_pb2, types_pb2, verifier_pb2
 
@@ -44,8 +45,20 @@ sizes = st.integers(0, 2**63 - 1)
 offers = st.builds(
     HelloAck, names, texts, models, counts, counts, counts, counts, counts, sizes, st.just(1)
 )
+shares = st.floats(0, 1)
 acks = st.builds(
-    HelloAck, texts, texts, models, counts, counts, counts, counts, counts, sizes, counts
+    HelloAck,
+    texts,
+    texts,
+    models,
+    counts,
+    counts,
+    counts,
+    counts,
+    counts,
+    sizes,
+    counts,
+    st.none() | st.builds(VocabMappingSummary, texts, texts, shares, shares),
 )
 statuses = st.builds(ProposerStatus, texts, st.booleans(), counts, texts, st.none() | offers)
 verifier_infos = st.builds(

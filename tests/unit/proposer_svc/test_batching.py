@@ -5,6 +5,7 @@ import torch
 
 from proposer_svc.batching import build_batch
 from proposer_svc.draft_rows import DraftRows
+from proposer_svc.draft_vocabulary import SharedContext
 from proposer_svc.session_table import Session
 from specgw.engine.kv_cache import KVCache
 
@@ -18,10 +19,11 @@ def sessions() -> list[DraftRows]:
     return [
         DraftRows(
             Session("v", number, [1, 2], num_ids=10, num_wanted=4),
-            [1, 2],
+            SharedContext([1, 2]),
             kv_cache.new_sequence(),
             num_draftable_ids=10,
             prefill_length=0,
+            max_length=64,
         )
         for number in range(NUM_SESSIONS)
     ]

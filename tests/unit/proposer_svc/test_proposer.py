@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from proposer_svc.draft_model import DraftModelDrafter
+from proposer_svc.draft_vocabulary import SharedVocabulary
 from proposer_svc.proposer import ProposerCore, RoundCounts, build_proposer
 from specgw.budget import PREFILL_CHUNK
 from specgw.config import parse_config
@@ -37,7 +38,9 @@ def build(
 ) -> tuple[ProposerCore, ToyRunner]:
     """Returns a proposer that verifiers `v` and `w` are connected to."""
     runner = runner or ToyRunner()
-    drafter = DraftModelDrafter(runner, max_num_batched_tokens, tokenizer_size)
+    drafter = DraftModelDrafter(
+        runner, max_num_batched_tokens, SharedVocabulary(runner.description, tokenizer_size)
+    )
     proposer = ProposerCore(drafter, max_draft_tokens, max_sessions)
     proposer.connect(hello("v"))
     proposer.connect(hello("w"))
