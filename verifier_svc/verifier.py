@@ -11,7 +11,7 @@ from torch import Tensor
 from specgw.engine.kv_cache import SequenceCache
 from specgw.engine.logprobs import token_logprobs
 from specgw.engine.model_runner import ModelRunner, SequenceChunk
-from specgw.engine.sampling import RowSampling, sample
+from specgw.engine.sampling import RowSampling, argmax, sample
 from specgw.types import GenerateRequest, SamplingParams, TokenLogprobs
 from verifier_svc.custom_processors import CustomLogitsProcessor
 from verifier_svc.logits_processors import RowProcessors, build_processors
@@ -89,7 +89,7 @@ class Verifier:
     def verify(self, batch: Sequence[VerifyRows]) -> list[Verified]:
         """Runs one forward pass and leaves exactly the accepted tokens in every cache."""
         logits = self.runner.forward([_chunk(rows) for rows in batch])  # [num_logits, vocab_size]
-        most_probable = logits.argmax(-1).tolist()
+        most_probable = argmax(logits).tolist()
         results = []
         first = 0
         for rows in batch:
