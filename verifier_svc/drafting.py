@@ -342,8 +342,16 @@ class Drafting:
         session.draft.is_open = True
         session.draft.known_length = len(session.context)
         peer.session_ids.add(session.session_id)
-        salt = session.request.cache_salt
-        peer.open.append(OpenSession(session.session_id, tuple(session.context), salt))
+        request = session.request
+        peer.open.append(
+            OpenSession(
+                session.session_id,
+                tuple(session.context),
+                request.cache_salt,
+                request.sampling_params.structured_outputs,
+                len(request.prompt_token_ids),
+            )
+        )
 
     def _refused(self, peer: _Peer, session: Session, reason: UndraftedReason, now: float) -> None:
         peer.session_ids.discard(session.session_id)

@@ -179,7 +179,7 @@ class Scheduler:
             max_draft_tokens=self._limits.max_draft_tokens,
             max_model_len=runner.max_model_len,
             eos_token_ids=runner.eos_token_ids,
-            processors=self._verifier.processors_for(event.request),
+            processors=self._verifier.processors_for(event.request, event.grammar),
         )
         self._sessions[session.session_id] = session
         self._waiting.append(session)
@@ -340,7 +340,10 @@ class Scheduler:
     ) -> None:
         for (session, rows), result in zip(batch, verified or (), strict=False):
             session.prompt_logprobs.extend(result.prompt_logprobs)
-            if rows.is_complete:
+            if result.error is not None:
+                self._outputs.append((session.session_id, result.error))
+                self._end(session)
+            elif rows.is_complete:
                 self._commit_session(session, rows, result)
             else:
                 session.publish_rows()

@@ -20,6 +20,8 @@ from specgw.budget import draft_slots
 from specgw.config import EngineArgs
 from specgw.engine.model_runner import ModelRunner
 from specgw.errors import NotReady, SpecgwError
+from specgw.grammar import GrammarCompiler, compiler_for
+from specgw.grammar_worker import GrammarWorker
 from specgw.handshake import build_hello
 from specgw.link import ProposerLink
 from specgw.telemetry import tell_simulation
@@ -49,6 +51,7 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
         links: Sequence[ProposerLink],
         args: EngineArgs,
         metrics: VerifierMetrics | None = None,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         settings = args.specgw.verifier
         metrics = metrics or VerifierMetrics()
@@ -60,6 +63,9 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
         self._args = args
         self._seeds = random.Random(args.seed)
         self._session_ids = itertools.count(1)
+        self._grammars = GrammarWorker(
+            grammars or compiler_for(args.tokenizer_path, runner.vocab_size, runner.eos_token_ids)
+        )
         self._outputs: dict[int, _Outputs] = {}
         drafting = Drafting(
             links,
@@ -113,6 +119,7 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
         self._scheduler.inbox.stop()
         await asyncio.to_thread(self._thread.join)
         self._fail_all(NotReady("the verifier has stopped"))
+        self._grammars.stop()
 
     async def Generate(
         self,
@@ -130,9 +137,10 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
         seed = generate_request.sampling_params.seed
         if seed is None:
             seed = self._seeds.getrandbits(63)
+        grammar = await self._grammars.start(generate_request)
         session_id = next(self._session_ids)
         outputs = self._outputs[session_id] = _Outputs()
-        self._scheduler.inbox.submit(session_id, generate_request, seed)
+        self._scheduler.inbox.submit(session_id, generate_request, seed, grammar)
         try:
             while True:
                 output = await outputs.get()
