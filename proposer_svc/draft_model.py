@@ -17,6 +17,7 @@ from proposer_svc.drafter import Draft
 from proposer_svc.session_table import Session, SessionTable
 from specgw.engine.model_runner import ModelRunner, SequenceChunk
 from specgw.engine.sampling import argmax
+from specgw.hidden import HiddenFormat
 from specgw.types import ModelDescription, UndraftedReason, VocabMappingSummary
 
 logger = logging.getLogger(__name__)
@@ -27,6 +28,7 @@ class DraftModelDrafter:
 
     method = "draft_model"
     parallel_drafting = False
+    hidden: HiddenFormat | None = None
     mask_rows = 0  # most rows that a block takes beside the missing ones of its session
 
     def __init__(
