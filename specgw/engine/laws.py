@@ -134,7 +134,7 @@ def first_maximum(
     logits: Tensor,  # [num_rows, vocab_size]
     maxima: Tensor,  # [num_rows, num_blocks]
 ) -> Tensor:
-    """Returns the lowest id with the largest logit, int64 [num_rows]. The first NaN counts as it."""
+    """Returns the lowest id with the largest logit, int64 [num_rows]; the first NaN is larger."""
     rows = torch.arange(len(logits), device=logits.device)
     values, ids = _block_logits(logits, rows, maxima.argmax(dim=1))
     return ids.gather(1, values.argmax(dim=1, keepdim=True)).squeeze(1)
