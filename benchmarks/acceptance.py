@@ -37,6 +37,7 @@ METHODS = (
     Method("AR", {"model": "tiny/draft"}),
     Method("n-gram", {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}),
     Method("suffix", {"method": "suffix"}),
+    Method("best of two", {"model": "tiny/draft"}, {"fallback_proposer": {"method": "suffix"}}),
     Method("PARD", {"model": "tiny/pard", "parallel_drafting": True}),
 )
 

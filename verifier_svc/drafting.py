@@ -179,7 +179,10 @@ class Drafting:
         peer = self._peer_to_ask(session, now)
         if peer is None:
             self._draft_locally(session, is_alone=True)
-        elif not peer.is_slow and self._draft_locally(session, is_alone=False):
+            return
+        if not draft.is_open:
+            self._open_on(peer, session)
+        if not peer.is_slow and self._draft_locally(session, is_alone=False):
             self._commit(peer, session, 0)
         else:
             self._ask(peer, session, now)
@@ -331,8 +334,6 @@ class Drafting:
     def _commit(self, peer: _Peer, session: Session, num_tokens: int) -> None:
         """Brings the proposer's context up to date and asks for a block of `num_tokens`, if any."""
         draft = session.draft
-        if not draft.is_open:
-            self._open_on(peer, session)
         missing = tuple(session.context[draft.known_length :])
         peer.commit.append(Commit(session.session_id, draft.known_length, missing, num_tokens))
         draft.known_length = len(session.context)
