@@ -17,6 +17,7 @@ from proposer_svc.proposer import build_proposer
 from specgw.config import parse_config
 from specgw.engine.loading import load_model, target_options
 from specgw.errors import SpecgwError
+from specgw.grammar import GrammarMatcher, compiler_for
 from specgw.handshake import build_hello
 from specgw.link import InProcessLink
 from specgw.types import (
@@ -26,6 +27,7 @@ from specgw.types import (
     SpeculationStats,
 )
 from verifier_svc.custom_processors import load_processors
+from verifier_svc.draft_length import build_draft_length
 from verifier_svc.drafting import Drafting
 from verifier_svc.local_drafts import build_local_drafts
 from verifier_svc.scheduler import Scheduler, SchedulerLimits
@@ -86,6 +88,7 @@ class LLM:
             self._runner.vocab_size,
             settings.draft_timeout_s,
             wait_for_slow_drafts=True,
+            length=build_draft_length(args),
             local=build_local_drafts(args, self._runner.max_model_len),
         )
         self._scheduler = Scheduler(
@@ -102,13 +105,19 @@ class LLM:
             ),
             self._deliver,
         )
+        self._grammars = compiler_for(
+            args.tokenizer_path, self._runner.vocab_size, self._runner.eos_token_ids
+        )
         self._max_logprobs = args.max_logprobs
         self._seeds = random.Random(args.seed)
         self._session_ids = itertools.count(1)
         self._answers: dict[int, _Answer] = {}
         for link in self._links:
-            hello = build_hello(uuid.uuid4().hex, self._runner.description, args)
+            hello = build_hello(
+                uuid.uuid4().hex, self._runner.description, args, self._runner.hidden
+            )
             link.start(hello, self._scheduler.inbox)
+        self._scheduler.calibrate()
 
     def generate(
         self,
@@ -146,8 +155,9 @@ class LLM:
         request = GenerateRequest(uuid.uuid4().hex, token_ids, params)
         runner = self._runner
         check_request(request, runner.max_model_len, runner.vocab_size, (), self._max_logprobs)
+        grammar = self._grammars.start(request)
         detokenizer = Detokenizer(self._tokenizer.backend, request, self._tokenizer.eos_token_id)
-        return _Answer(request, text, detokenizer)
+        return _Answer(request, text, detokenizer, grammar)
 
     def _tokenize(self, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
         text: str | None = None
@@ -164,9 +174,8 @@ class LLM:
         session_id = next(self._session_ids)
         seed = answer.request.sampling_params.seed
         self._answers[session_id] = answer
-        self._scheduler.inbox.submit(
-            session_id, answer.request, self._seeds.getrandbits(63) if seed is None else seed
-        )
+        seed = self._seeds.getrandbits(63) if seed is None else seed
+        self._scheduler.inbox.submit(session_id, answer.request, seed, answer.grammar)
 
     def _deliver(self, outputs: Sequence[tuple[int, GenerateOutput | SpecgwError]]) -> None:
         for session_id, output in outputs:
@@ -184,9 +193,14 @@ class _Answer:
     """One request's output as it grows."""
 
     def __init__(
-        self, request: GenerateRequest, prompt: str | None, detokenizer: Detokenizer
+        self,
+        request: GenerateRequest,
+        prompt: str | None,
+        detokenizer: Detokenizer,
+        grammar: GrammarMatcher | None,
     ) -> None:
         self.request = request
+        self.grammar = grammar
         self._prompt = prompt
         self._detokenizer = detokenizer
         self._text = ""

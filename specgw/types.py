@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from specgw.errors import InvalidRequest
+from specgw.hidden import HiddenFormat, HiddenStates
+from specgw.structured_outputs import StructuredOutputsParams
 
 PROTOCOL_VERSION = 1
 SIMULATED_DEVICE = "simulated"
@@ -36,6 +38,7 @@ class UndraftedReason(enum.Enum):
     RESYNC = "resync"
     EMPTY = "empty"
     ERROR = "error"
+    NO_GAIN = "no_gain"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +74,7 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    structured_outputs: StructuredOutputsParams | None = None
     n: int = 1
     include_stop_str_in_output: bool = False
     detokenize: bool = True
@@ -228,6 +232,7 @@ class Hello:
     method: str = ""
     draft_model: str = ""
     extra_slots_per_session: int | None = None
+    hidden: HiddenFormat | None = None  # hidden states that it can send
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +250,10 @@ class VocabMappingSummary:
 
 @dataclass(frozen=True, slots=True)
 class HelloAck:
-    """What a proposer offers a verifier. No `vocab_mapping` if both models share a vocabulary."""
+    """What a proposer offers a verifier, and the hidden states that it needs for that.
+
+    No `vocab_mapping` if both models share a vocabulary.
+    """
 
     proposer_id: str
     method: str
@@ -257,6 +265,7 @@ class HelloAck:
     max_num_batched_tokens: int = 0
     kv_capacity_tokens: int = 0
     protocol_version: int = PROTOCOL_VERSION
+    hidden: HiddenFormat | None = None
     vocab_mapping: VocabMappingSummary | None = None
 
 
@@ -288,11 +297,16 @@ class VerifierInfo:
 
 @dataclass(frozen=True, slots=True)
 class OpenSession:
-    """Begins a session from the whole context, or begins it anew."""
+    """Begins a session from the whole context, or begins it anew.
+
+    The first `prompt_length` tokens are the prompt; what follows them is `structured_outputs`.
+    """
 
     session_id: int
     token_ids: Sequence[int]
     cache_salt: str = ""
+    structured_outputs: StructuredOutputsParams | None = None
+    prompt_length: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,6 +317,7 @@ class Commit:
     base_length: int
     token_ids: Sequence[int]
     max_draft_tokens: int
+    hidden: HiddenStates | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from specgw.engine.model_runner import ModelRunner
 from specgw.errors import SpecgwError
+from specgw.grammar import GrammarCompiler
 from specgw.link import ProposerLink
 from specgw.types import (
     FinishReason,
@@ -61,9 +62,11 @@ class InlineVerifier:
         wait_for_slow_drafts: bool = True,
         draft_timeout_s: float = 10.0,
         custom_processors: Sequence[CustomLogitsProcessor] = (),
+        grammars: GrammarCompiler | None = None,
         local: LocalDrafts | None = None,
     ) -> None:
         self.runner = runner
+        self.grammars = grammars
         self.answers: dict[int, Answer] = {}
         self.drafting = Drafting(
             links, runner.vocab_size, draft_timeout_s, wait_for_slow_drafts, local=local
@@ -82,7 +85,7 @@ class InlineVerifier:
             clock=clock,
         )
         for link in links:
-            hello = Hello("verifier-1", runner.description, max_draft_tokens)
+            hello = Hello("verifier-1", runner.description, max_draft_tokens, hidden=runner.hidden)
             link.start(hello, self.scheduler.inbox)
 
     def submit(
@@ -104,7 +107,8 @@ class InlineVerifier:
             max_draft_tokens=max_draft_tokens,
         )
         seed = session_id if params.seed is None else params.seed
-        self.scheduler.inbox.submit(session_id, request, seed)
+        grammar = self.grammars.start(request) if self.grammars else None
+        self.scheduler.inbox.submit(session_id, request, seed, grammar)
         return session_id
 
     def step(self, count: int = 1) -> None:
@@ -145,11 +149,14 @@ class InlineVerifier:
 
 
 def plain_answers(
-    runner: ModelRunner, prompts: Sequence[Sequence[int]], params: SamplingParams = GREEDY
+    runner: ModelRunner,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams = GREEDY,
+    grammars: GrammarCompiler | None = None,
 ) -> dict[tuple[int, ...], list[int]]:
     """Returns what the target says to each prompt alone, without speculation: the baseline."""
     answers = {}
     for prompt in prompts:
-        [answer] = InlineVerifier(runner).generate([prompt], params)
+        [answer] = InlineVerifier(runner, grammars=grammars).generate([prompt], params)
         answers[tuple(prompt)] = answer.token_ids
     return answers
