@@ -17,6 +17,7 @@ import click
 from tokenizers import Tokenizer
 
 from benchmarks.real_pair import read_prompts
+from proposer_svc.proposer import RoundCounts
 from specgw.llm import LLM, RequestOutput
 from specgw.model_files import resolve_model
 from specgw.types import SamplingParams
@@ -46,6 +47,8 @@ class Method:
 _FOREIGN = {"model": "tiny/foreign", "use_heterogeneous_vocab": True}
 METHODS = (
     Method("AR", {"model": "tiny/draft"}),
+    Method("n-gram", {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}),
+    Method("suffix", {"method": "suffix"}),
     Method("PARD", {"model": "tiny/pard", "parallel_drafting": True}),
     Method("TLI token", {**_FOREIGN, "heterogeneous_vocab_method": "token"}),
     Method("TLI string", {**_FOREIGN, "heterogeneous_vocab_method": "string"}),
@@ -171,8 +174,7 @@ def measure(
     for one in stats:
         for position, count in enumerate(one.accepted_per_position):
             counts[position] += count
-    assert llm.proposer is not None
-    proposed = llm.proposer.rounds
+    proposed = llm.proposer.rounds if llm.proposer is not None else RoundCounts()
     return Row(
         method=method.name,
         draft_tokens=draft_tokens,

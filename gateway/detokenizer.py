@@ -6,10 +6,16 @@ tokens one by one, so a streamed answer joined together is the unary answer. The
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from specgw.types import FinishReason, GenerateOutput, GenerateRequest, SpeculationStats
+from specgw.types import (
+    FinishReason,
+    GenerateOutput,
+    GenerateRequest,
+    SpeculationStats,
+    TokenLogprobs,
+)
 
 _REPLACEMENT = "\ufffd"  # what decoders put in place of bytes that are not, or not yet, a character
 _MAX_HELD_TOKENS = 32  # a character takes at most four byte tokens: a longer run never gets whole
@@ -38,6 +44,8 @@ class TextOutput:
     stop_reason: str | int | None = None
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
     cached_token_count: int | None = None
+    logprobs: Sequence[TokenLogprobs] = ()
+    prompt_logprobs: Sequence[TokenLogprobs] = ()
 
 
 class CharacterDecoder:
@@ -87,32 +95,43 @@ class CharacterDecoder:
 class StopScanner:
     """Lets text through up to the first stop string, keeping back what may still become one."""
 
-    def __init__(self, stop: Sequence[str]) -> None:
+    def __init__(self, stop: Sequence[str], *, keeps_stop: bool = False) -> None:
         self._stop = stop
+        self._keeps_stop = keeps_stop
         self._held = ""
+        self._num_passed = 0  # characters of the held text in which no stop string may end
 
-    def push(self, text: str) -> tuple[str, str | None]:
+    def push(self, text: str, *, may_stop: bool = True) -> tuple[str, str | None]:
         """Returns the text that is certain now, and the stop string that was found.
 
         The one that ends first counts, of several the longest: what a reader of single characters
-        would find, however the text is cut into tokens.
+        would find, however the text is cut into tokens. None may end in text that may not stop.
         """
         if not self._stop:
             return text, None
         self._held += text
-        found = [(self._held.find(stop), stop) for stop in self._stop if stop in self._held]
+        if not may_stop:
+            self._num_passed = len(self._held)
+        found = [(end, -len(stop), stop) for stop in self._stop if (end := self._end_of(stop))]
         if found:
-            start, stop_string = min(found, key=lambda match: (match[0] + len(match[1]), match[0]))
-            certain, self._held = self._held[:start], ""
+            end, _, stop_string = min(found)
+            certain = self._held[: end if self._keeps_stop else end - len(stop_string)]
+            self._held = ""
             return certain, stop_string
         num_certain = len(self._held) - self._num_undecided()
         certain, self._held = self._held[:num_certain], self._held[num_certain:]
+        self._num_passed = max(0, self._num_passed - num_certain)
         return certain, None
 
     def flush(self) -> str:
         """Returns the text kept back, which no more text can make a stop string."""
         text, self._held = self._held, ""
         return text
+
+    def _end_of(self, stop: str) -> int:
+        """Returns where the first occurrence that counts ends in the held text; 0 without one."""
+        start = self._held.find(stop, max(0, self._num_passed - len(stop) + 1))
+        return start + len(stop) if start >= 0 else 0
 
     def _num_undecided(self) -> int:
         longest = min(max(map(len, self._stop)) - 1, len(self._held))
@@ -142,25 +161,39 @@ class Detokenizer:
             request.prompt_token_ids[-_PROMPT_TAIL:],
             skip_special_tokens=self._params.skip_special_tokens,
         )
-        self._scanner = StopScanner(self._params.stop)
+        self._scanner = StopScanner(
+            self._params.stop, keeps_stop=self._params.include_stop_str_in_output
+        )
+        self._num_tokens = 0
         self._speculation = SpeculationStats()
 
     def push(self, output: GenerateOutput) -> TextOutput:
         """Returns what is certain with one more block. Nothing comes after a finish reason.
 
-        Text, tokens and statistics end together: with the token that completes a stop string, or
-        with the stop token, which has no text.
+        Text, tokens, log probabilities and statistics end together: with the token that completes a
+        stop string, or with the stop token, which has no text unless asked for.
         """
+        text_output = self._push(output)
+        if not output.logprobs and not output.prompt_logprobs:
+            return text_output
+        return replace(
+            text_output,
+            logprobs=output.logprobs[: len(text_output.token_ids)],
+            prompt_logprobs=output.prompt_logprobs,
+        )
+
+    def _push(self, output: GenerateOutput) -> TextOutput:
         texts = []
-        is_stopped = output.stop_token_id is not None
-        text_token_ids = output.token_ids[:-1] if is_stopped else output.token_ids
-        for num_used, token_id in enumerate(text_token_ids, start=1):
-            text, stop_string = self._scanner.push(self._characters.push(token_id))
+        for num_used, token_id in enumerate(self._tokens_with_text(output), start=1):
+            may_stop = self._num_tokens + num_used > self._params.min_tokens
+            text = self._characters.push(token_id)
+            text, stop_string = self._scanner.push(text, may_stop=may_stop)
             texts.append(text)
             if stop_string is not None:
                 return self._stopped("".join(texts), output, num_used, stop_string)
         if output.speculation is not None:
             self._speculation = output.speculation
+        self._num_tokens += len(output.token_ids)
         text = "".join(texts)
         if output.finish_reason is None:
             return TextOutput(text, output.token_ids, speculation=self._speculation)
@@ -179,9 +212,17 @@ class Detokenizer:
         """Returns the text held so far, for an output that breaks off."""
         return TextOutput(self._end()[0], (), speculation=self._speculation)
 
+    def _tokens_with_text(self, output: GenerateOutput) -> Sequence[int]:
+        if not self._params.detokenize:
+            return ()
+        is_stopped = output.stop_token_id is not None
+        hides_last = is_stopped and not self._params.include_stop_str_in_output
+        return output.token_ids[:-1] if hides_last else output.token_ids
+
     def _end(self) -> tuple[str, str | None]:
         """Releases what is held. The rest of a character may still complete a stop string."""
-        text, stop_string = self._scanner.push(self._characters.flush())
+        may_stop = self._num_tokens > self._params.min_tokens
+        text, stop_string = self._scanner.push(self._characters.flush(), may_stop=may_stop)
         return text + self._scanner.flush(), stop_string
 
     def _stopped(

@@ -7,6 +7,7 @@ import math
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -26,6 +27,7 @@ from gateway.openai_responses import (
     Body,
     ChatFormat,
     CompletionFormat,
+    FormatOptions,
     error_body,
     error_fields,
     http_status,
@@ -40,11 +42,12 @@ from gateway.openai_types import (
     TokenizeRequest,
 )
 from gateway.request_builder import DEFAULT_COMPLETION_TOKENS, FieldNames, RequestBuilder
+from gateway.response_format import renamed
 from gateway.tokenizer import Tokenizer
 from specgw import __version__
 from specgw.config import EngineArgs
 from specgw.errors import InvalidRequest, ModelNotFound, Overloaded, SpecgwError
-from specgw.types import GenerateRequest
+from specgw.types import GenerateRequest, SamplingParams
 
 
 class OpenAIApi:
@@ -70,12 +73,14 @@ class OpenAIApi:
     async def completions(self, request: Request) -> Response:
         body = await _parse(request, CompletionRequest)
         model = self._served(body.model)
-        params = body.sampling_params(self._sampling_defaults)
+        params = await self._sampling_params(body)
         request_id = _request_id(request, body.request_id)
-        self._check_count(len(body.prompts))
-        generations = [
-            self._builder.build(
-                f"{request_id}-{index}",
+        self._check_count(len(body.prompts), params.n)
+        generations: list[GenerateRequest] = []
+        answers: list[Answer] = []
+        for prompt_index, prompt in enumerate(body.prompts):
+            generation = self._builder.build(
+                f"{request_id}-{prompt_index}",
                 await self._tokenizer.encode(prompt, add_special_tokens=body.add_special_tokens)
                 if isinstance(prompt, str)
                 else prompt,
@@ -84,24 +89,29 @@ class OpenAIApi:
                 default_max_tokens=DEFAULT_COMPLETION_TOKENS,
                 cache_salt=body.cache_salt or "",
             )
-            for index, prompt in enumerate(body.prompts)
-        ]
-        form = CompletionFormat(
-            request_id,
-            model,
-            system_fingerprint=self._system_fingerprint,
-            return_token_ids=bool(body.return_token_ids),
-            max_draft_tokens=self._args.max_draft_tokens,
-            with_prompt_details=self._args.enable_prompt_tokens_details,
-            num_prompts=len(generations),
+            echoed = ""
+            if body.echo:
+                echoed = prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
+            for sample in self._builder.samples(generation):
+                token_ids = generation.prompt_token_ids
+                answers.append(
+                    Answer(len(answers), token_ids, prompt_index, echoed, body.is_echo_only)
+                )
+                generations.append(sample)
+        options = replace(
+            self._format_options(body, params, len(answers)),
+            with_logprobs=body.logprobs is not None,
+            echoes_prompt=body.echo,
         )
-        return await self._respond(request, body, form, generations)
+        form = CompletionFormat(request_id, model, options)
+        return await self._respond(request, body, form, answers, generations)
 
     async def chat_completions(self, request: Request) -> Response:
         body = await _parse(request, ChatCompletionRequest)
         model = self._served(body.model)
-        params = body.sampling_params(self._sampling_defaults)
+        params = await self._sampling_params(body)
         request_id = _request_id(request, body.request_id)
+        self._check_count(1, params.n)
         generation = self._builder.build(
             request_id,
             await self._chat_token_ids(body),
@@ -110,15 +120,13 @@ class OpenAIApi:
             cache_salt=body.cache_salt or "",
             names=FieldNames(prompt="messages"),
         )
-        form = ChatFormat(
-            request_id,
-            model,
-            system_fingerprint=self._system_fingerprint,
-            return_token_ids=bool(body.return_token_ids),
-            max_draft_tokens=self._args.max_draft_tokens,
-            with_prompt_details=self._args.enable_prompt_tokens_details,
-        )
-        return await self._respond(request, body, form, [generation])
+        generations = self._builder.samples(generation)
+        answers = [
+            Answer(index, generation.prompt_token_ids, echoed=body.echoed)
+            for index in range(len(generations))
+        ]
+        form = ChatFormat(request_id, model, self._format_options(body, params, len(answers)))
+        return await self._respond(request, body, form, answers, generations)
 
     async def models(self, request: Request) -> Response:
         cards = [
@@ -177,13 +185,42 @@ class OpenAIApi:
         text = await self._tokenizer.render_chat(messages, body.template_options())
         return await self._tokenizer.encode(text, add_special_tokens=body.add_special_tokens)
 
-    def _check_count(self, num_prompts: int) -> None:
-        """Refuses more prompts in one request than the gateway takes as requests."""
+    async def _sampling_params(
+        self, body: CompletionRequest | ChatCompletionRequest
+    ) -> SamplingParams:
+        params = body.sampling_params(self._sampling_defaults)
+        try:
+            await self._builder.check(params)
+        except InvalidRequest as error:
+            raise (error if body.response_format is None else renamed(error)) from None
+        return self._tokenizer.with_bad_words(params)
+
+    def _format_options(
+        self,
+        body: CompletionRequest | ChatCompletionRequest,
+        params: SamplingParams,
+        num_answers: int,
+    ) -> FormatOptions:
+        named_by_id = bool(body.return_tokens_as_token_ids)
+        return FormatOptions(
+            system_fingerprint=self._system_fingerprint,
+            max_draft_tokens=self._args.max_draft_tokens,
+            text_of="token_id:{}".format if named_by_id else self._tokenizer.text_of,
+            num_answers=num_answers,
+            return_token_ids=bool(body.return_token_ids),
+            with_prompt_details=self._args.enable_prompt_tokens_details,
+            with_logprobs=params.logprobs is not None,
+            with_prompt_logprobs=params.prompt_logprobs is not None,
+        )
+
+    def _check_count(self, num_prompts: int, num_samples: int) -> None:
+        """Refuses more answers to one request than the gateway takes as requests."""
         settings = self._args.specgw.gateway
         running, queued = settings.max_concurrent_requests, settings.max_queued_requests
-        if num_prompts > running + queued:
-            limit = f"{running + queued} prompts ({running} running, {queued} queued)"
-            raise InvalidRequest("prompt", num_prompts, f"must be at most {limit}")
+        if num_prompts * num_samples > running + queued:
+            limit = f"{running + queued} answers ({running} running, {queued} queued)"
+            field, value = ("prompt", num_prompts) if num_samples == 1 else ("n", num_samples)
+            raise InvalidRequest(field, value, f"must ask for at most {limit}")
 
     def _served(self, model: str | None) -> str:
         names = self._args.served_model_names
@@ -200,12 +237,9 @@ class OpenAIApi:
         request: Request,
         body: CompletionRequest | ChatCompletionRequest,
         form: CompletionFormat,
+        answers: Sequence[Answer],
         generations: Sequence[GenerateRequest],
     ) -> Response:
-        answers = [
-            Answer(index, generation.prompt_token_ids)
-            for index, generation in enumerate(generations)
-        ]
         headers = {"x-request-id": form.response_id}
         caller, deadline = caller_of(request.scope), self._generator.deadline()
         if not body.stream:
@@ -259,8 +293,8 @@ class OpenAIApi:
             async with aclosing(self._generator.generate(generation, deadline, caller)) as outputs:
                 async for output in outputs:
                     opening = form.opening(answer) if answer.last is None else None
-                    answer.add(output)
-                    chunk = form.chunk(answer, output, with_usage=body.continuous_usage)
+                    sent = answer.add(output)
+                    chunk = form.chunk(answer, sent, with_usage=body.continuous_usage)
                     for event in filter(None, (opening, chunk)):
                         await events.send(event)
 

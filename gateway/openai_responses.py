@@ -6,12 +6,18 @@ The caller is `openai_api.py`.
 import itertools
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gateway.detokenizer import TextOutput
+from gateway.logprobs_format import (
+    TokenText,
+    chat_logprobs,
+    completion_logprobs,
+    prompt_logprobs,
+)
 from specgw.errors import InvalidRequest, ModelNotFound, SpecgwError
-from specgw.types import SpeculationStats
+from specgw.types import FinishReason, SpeculationStats, TokenLogprobs
 
 Body = dict[str, Any]
 
@@ -35,26 +41,48 @@ _ERROR_TYPES = {
 
 @dataclass(slots=True)
 class Answer:
-    """The answer to one prompt, as far as it came."""
+    """One answer to a prompt, as far as it came.
+
+    Attributes:
+        index: Its number among the choices of the response.
+        prompt_token_ids: What is answered.
+        prompt_index: Number of the prompt; several answers may share it.
+        echoed: What the text begins with.
+        is_echo_only: Whether that and the prompt are all that is shown.
+    """
 
     index: int
     prompt_token_ids: Sequence[int]
+    prompt_index: int = 0
+    echoed: str = ""
+    is_echo_only: bool = False
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: Sequence[TokenLogprobs] = ()
+    num_outputs: int = 0
     last: TextOutput | None = None
     cached_token_count: int | None = None
 
-    def add(self, output: TextOutput) -> None:
-        """Takes in what a stream still needs of an output that it sends on."""
+    def add(self, output: TextOutput) -> TextOutput:
+        """Takes in what a stream still needs of an output, and returns it as it is sent on."""
+        if self.is_echo_only:
+            output = _unshown(output)
+        if self.num_outputs == 0:
+            output = replace(output, text=self.echoed + output.text)
+            self.prompt_logprobs = output.prompt_logprobs
+        self.num_outputs += 1
         self.token_ids += output.token_ids
         self.last = output
         if self.cached_token_count is None:
             self.cached_token_count = output.cached_token_count
+        return output
 
     def add_whole(self, output: TextOutput) -> None:
         """Takes in an output with its text."""
-        self.add(output)
+        output = self.add(output)
         self.texts.append(output.text)
+        self.logprobs += output.logprobs
 
     @property
     def text(self) -> str:
@@ -69,6 +97,33 @@ class Answer:
         return self.last.finish_reason.value, self.last.stop_reason
 
 
+@dataclass(frozen=True, slots=True)
+class FormatOptions:
+    """What a request and the configuration say of its responses.
+
+    Attributes:
+        system_fingerprint: As in every response.
+        max_draft_tokens: As configured.
+        text_of: What a token is called in log probabilities.
+        num_answers: Answers to all prompts together; statistics are told of a single one.
+        return_token_ids: Whether the ids of prompt and output are told.
+        with_prompt_details: Whether usage tells how much of a prompt was cached.
+        with_logprobs: Whether log probabilities of the answer are told.
+        with_prompt_logprobs: Whether those of the prompt are.
+        echoes_prompt: Whether the answer's tokens begin with the prompt's.
+    """
+
+    system_fingerprint: str
+    max_draft_tokens: int
+    text_of: TokenText
+    num_answers: int = 1
+    return_token_ids: bool = False
+    with_prompt_details: bool = False
+    with_logprobs: bool = False
+    with_prompt_logprobs: bool = False
+    echoes_prompt: bool = False
+
+
 class CompletionFormat:
     """Writes the responses of `/v1/completions` for one request."""
 
@@ -76,25 +131,12 @@ class CompletionFormat:
     object_name = "text_completion"
     chunk_object_name = "text_completion"
 
-    def __init__(
-        self,
-        request_id: str,
-        model: str,
-        *,
-        system_fingerprint: str,
-        return_token_ids: bool,
-        max_draft_tokens: int,
-        with_prompt_details: bool = False,
-        num_prompts: int = 1,
-    ) -> None:
+    def __init__(self, request_id: str, model: str, options: FormatOptions) -> None:
         self.response_id = self.id_prefix + request_id
         self._model = model
         self._created = int(time.time())
-        self._system_fingerprint = system_fingerprint
-        self._return_token_ids = return_token_ids
-        self._max_draft_tokens = max_draft_tokens
-        self._with_prompt_details = with_prompt_details
-        self._num_prompts = num_prompts
+        self._options = options
+        self._offsets: dict[int, int] = {}  # of the next token's text, by answer
 
     def response(self, answers: Sequence[Answer]) -> Body:
         """Returns the whole response."""
@@ -102,7 +144,7 @@ class CompletionFormat:
             **self._head(self.object_name),
             "choices": [self._choice(answer) for answer in answers],
             "service_tier": None,
-            "system_fingerprint": self._system_fingerprint,
+            "system_fingerprint": self._options.system_fingerprint,
             "usage": {"prompt_tokens_details": None, **self._final_usage(answers)},
             "kv_transfer_params": None,
             "metrics": self._metrics(answers),
@@ -115,20 +157,21 @@ class CompletionFormat:
     def chunk(self, answer: Answer, output: TextOutput, *, with_usage: bool) -> Body | None:
         """Returns the chunk for the last output added to `answer`; None if it says nothing."""
         is_last = output.finish_reason is not None
-        if not (output.text or is_last or with_usage or self._return_token_ids):
+        is_asked_for = with_usage or self._options.return_token_ids or self._options.with_logprobs
+        if not (output.text or is_last or is_asked_for):
             return None
         choice = self._delta(answer, output)
         choice["finish_reason"] = output.finish_reason.value if output.finish_reason else None
         if output.stop_reason is not None:
             choice["stop_reason"] = output.stop_reason
-        if self._return_token_ids:
+        if self._options.return_token_ids:
             choice["token_ids"] = list(output.token_ids)
-            if len(answer.token_ids) == len(output.token_ids):
+            if answer.num_outputs == 1:
                 choice["prompt_token_ids"] = list(answer.prompt_token_ids)
         body = {**self._head(self.chunk_object_name), "choices": [choice]}
         if with_usage:
             body["usage"] = _usage([answer])
-        if is_last and self._num_prompts == 1:
+        if is_last and self._options.num_answers == 1:
             body["metrics"] = self._metrics([answer])
         return body
 
@@ -139,14 +182,14 @@ class CompletionFormat:
             "choices": [],
             "usage": self._final_usage(answers),
         }
-        if self._num_prompts == 1:
+        if self._options.num_answers == 1:
             body["metrics"] = self._metrics(answers)
         return body
 
     def _final_usage(self, answers: Sequence[Answer]) -> Body:
         usage = _usage(answers)
         num_cached = answers[-1].cached_token_count  # vLLM tells that of the last prompt
-        if self._with_prompt_details and num_cached is not None:
+        if self._options.with_prompt_details and num_cached is not None:
             usage["prompt_tokens_details"] = {"cached_tokens": num_cached}
         return usage
 
@@ -163,25 +206,58 @@ class CompletionFormat:
         return {
             "index": answer.index,
             "text": answer.text,
-            "logprobs": None,
+            "logprobs": self._logprobs(answer, answer.token_ids, answer.logprobs, is_first=True),
             "finish_reason": finish_reason,
             "stop_reason": stop_reason,
-            "token_ids": answer.token_ids if self._return_token_ids else None,
-            "prompt_logprobs": None,
-            "prompt_token_ids": list(answer.prompt_token_ids) if self._return_token_ids else None,
+            "token_ids": answer.token_ids if self._options.return_token_ids else None,
+            "prompt_logprobs": self._prompt_logprobs(answer),
+            "prompt_token_ids": list(answer.prompt_token_ids)
+            if self._options.return_token_ids
+            else None,
         }
 
     def _delta(self, answer: Answer, output: TextOutput) -> Body:
-        return {"index": answer.index, "text": output.text, "logprobs": None}
+        logprobs = self._logprobs(
+            answer, output.token_ids, output.logprobs, is_first=answer.num_outputs == 1
+        )
+        return {"index": answer.index, "text": output.text, "logprobs": logprobs}
+
+    def _logprobs(
+        self,
+        answer: Answer,
+        token_ids: Sequence[int],
+        logprobs: Sequence[TokenLogprobs],
+        *,
+        is_first: bool,
+    ) -> Body | None:
+        """Returns the log probabilities of an answer's next tokens; its first ones may be echoed.
+
+        An answer that broke off has none for tokens that never came.
+        """
+        if not self._options.with_logprobs:
+            return None
+        scored: list[TokenLogprobs | None] = list(logprobs)
+        if is_first and self._options.echoes_prompt:
+            token_ids = [*answer.prompt_token_ids, *token_ids]
+            scored = [None, *answer.prompt_logprobs, *scored]
+        offset = self._offsets.get(answer.index, 0)
+        body = completion_logprobs(token_ids, scored, self._options.text_of, offset)
+        self._offsets[answer.index] = offset + sum(map(len, body["tokens"]))
+        return body
+
+    def _prompt_logprobs(self, answer: Answer) -> list[Body | None] | None:
+        if not self._options.with_prompt_logprobs:
+            return None
+        return prompt_logprobs(answer.prompt_logprobs, self._options.text_of)
 
     def _metrics(self, answers: Sequence[Answer]) -> Body | None:
-        if self._num_prompts != 1:
+        if self._options.num_answers != 1:
             return None
         last = answers[0].last
         stats = last.speculation if last else None
         return {
             "speculative_decoding": speculation_body(
-                stats or SpeculationStats(), self._max_draft_tokens
+                stats or SpeculationStats(), self._options.max_draft_tokens
             )
         }
 
@@ -195,9 +271,9 @@ class ChatFormat(CompletionFormat):
 
     def response(self, answers: Sequence[Answer]) -> Body:
         body = super().response(answers)
-        body["prompt_logprobs"] = None
+        body["prompt_logprobs"] = self._prompt_logprobs(answers[0])
         body["prompt_token_ids"] = (
-            list(answers[0].prompt_token_ids) if self._return_token_ids else None
+            list(answers[0].prompt_token_ids) if self._options.return_token_ids else None
         )
         return body
 
@@ -223,14 +299,36 @@ class ChatFormat(CompletionFormat):
                 "function_call": None,
                 "reasoning": None,
             },
-            "logprobs": None,
+            "logprobs": self._chat_logprobs(answer.logprobs),
             "finish_reason": finish_reason,
             "stop_reason": stop_reason,
-            "token_ids": answer.token_ids if self._return_token_ids else None,
+            "token_ids": answer.token_ids if self._options.return_token_ids else None,
         }
 
     def _delta(self, answer: Answer, output: TextOutput) -> Body:
-        return {"index": answer.index, "delta": {"content": output.text}, "logprobs": None}
+        return {
+            "index": answer.index,
+            "delta": {"content": output.text},
+            "logprobs": self._chat_logprobs(output.logprobs),
+        }
+
+    def _chat_logprobs(self, logprobs: Sequence[TokenLogprobs]) -> Body | None:
+        if not self._options.with_logprobs:
+            return None
+        return chat_logprobs(logprobs, self._options.text_of)
+
+
+def _unshown(output: TextOutput) -> TextOutput:
+    """Returns an output of which only the end is shown: the limit was no token at all."""
+    ended = output.finish_reason is not None
+    return replace(
+        output,
+        text="",
+        token_ids=(),
+        finish_reason=FinishReason.LENGTH if ended else None,
+        stop_reason=None,
+        logprobs=(),
+    )
 
 
 def speculation_body(stats: SpeculationStats, max_draft_tokens: int) -> Body:
@@ -296,7 +394,8 @@ def model_card(
 
 
 def _usage(answers: Sequence[Answer]) -> Body:
-    num_prompt = sum(len(answer.prompt_token_ids) for answer in answers)
+    prompts = {answer.prompt_index: answer.prompt_token_ids for answer in answers}
+    num_prompt = sum(map(len, prompts.values()))
     num_output = sum(len(answer.token_ids) for answer in answers)
     return {
         "prompt_tokens": num_prompt,

@@ -5,54 +5,65 @@ the output and are not implemented, by name. The caller is `openai_api.py`.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from gateway.response_format import ResponseFormat, StructuredOutputs, renamed
 from specgw.errors import InvalidRequest
+from specgw.structured_outputs import StructuredOutputsParams
 from specgw.types import SamplingParams
 
 TokenId = Annotated[int, Field(ge=0)]
 
+# Fields that mean the same in `SamplingParams`; null is its default, or the model's.
+_PLAIN_PARAMS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "n",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "min_tokens",
+    "ignore_eos",
+    "skip_special_tokens",
+    "include_stop_str_in_output",
+    "prompt_logprobs",
+)
+
 _OFF: tuple[object, ...] = (None, False)
 _EMPTY: tuple[object, ...] = (None, [], {}, "")
-_TEXT: tuple[object, ...] = (None, {"type": "text"})
 
 # Fields that change the output and are not implemented, each with the values that change nothing.
 _NOT_IMPLEMENTED: dict[str, tuple[object, ...]] = {
-    "allowed_token_ids": _EMPTY,
-    "bad_words": _EMPTY,
     "best_of": (None, 1),
     "early_stopping": _OFF,
-    "echo": _OFF,
-    "frequency_penalty": (None, 0),
-    "guided_choice": _EMPTY,
-    "guided_grammar": _EMPTY,
-    "guided_json": (None,),
-    "guided_regex": _EMPTY,
-    "include_stop_str_in_output": _OFF,
     "kv_transfer_params": _EMPTY,
     "length_penalty": (None, 1),
-    "logit_bias": _EMPTY,
     "logits_processors": _EMPTY,
     "logit_processors": _EMPTY,
     "logprob_token_ids": _EMPTY,
     "min_p": (None, 0),
-    "min_tokens": (None, 0),
-    "n": (None, 1),
-    "presence_penalty": (None, 0),
     "prompt_embeds": (None,),
-    "prompt_logprobs": (None,),
     "repetition_detection": (None,),
-    "repetition_penalty": (None, 1),
-    "response_format": _TEXT,
     "spaces_between_special_tokens": (None, True),
-    "structured_outputs": _EMPTY,
     "thinking_token_budget": (None, -1),
     "truncate_prompt_tokens": (None,),
     "use_beam_search": _OFF,
     "vllm_xargs": _EMPTY,
     "watermarking": _OFF,
+}
+
+# Fields that vLLM has replaced, each with what says the same now.
+_REPLACED = {
+    "guided_json": "structured_outputs.json",
+    "guided_regex": "structured_outputs.regex",
+    "guided_choice": "structured_outputs.choice",
+    "guided_grammar": "structured_outputs.grammar",
+    "guided_whitespace_pattern": "structured_outputs.whitespace_pattern",
+    "guided_decoding_backend": "nothing: there is one",
 }
 
 
@@ -86,18 +97,46 @@ class _Request(BaseModel):
     request_id: str | None = None
     return_token_ids: bool | None = None
     num_speculative_tokens: int | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    n: Annotated[int, Field(ge=1)] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    min_tokens: int | None = None
+    include_stop_str_in_output: bool = False
+    prompt_logprobs: int | None = None
+    return_tokens_as_token_ids: bool | None = None
+    echo: bool = False
     cache_salt: Annotated[str, Field(pattern=r"^[^@/\\\x00]{1,128}$")] | None = None
 
     @model_validator(mode="after")
     def _refuse_by_name(self) -> Self:
         for name, value in (self.model_extra or {}).items():
+            if name in _REPLACED and value is not None:
+                rule = f"is no longer a field; what replaces it is {_REPLACED[name]}"
+                raise InvalidRequest(name, value, rule)
             neutral = self.not_implemented.get(name)
             if neutral is not None and value not in neutral:
                 raise InvalidRequest(name, value, "is not implemented, so it must be left out")
+        if self.structured_outputs is not None and self.response_format is not None:
+            rule = "cannot be set with structured_outputs"
+            raise InvalidRequest("response_format", self.response_format.type, rule)
         if self.stream_options is not None and not self.stream:
             given = self.stream_options.model_dump()
             raise InvalidRequest("stream_options", given, "is only allowed with stream=true")
+        if self.stream and self.prompt_logprobs:
+            rule = "is only allowed with stream=false"
+            raise InvalidRequest("prompt_logprobs", self.prompt_logprobs, rule)
         return self
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Most probable tokens to report beside each output token; None reports nothing."""
+        return None
 
     @property
     def include_usage(self) -> bool:
@@ -111,21 +150,34 @@ class _Request(BaseModel):
             self.stream_options and self.stream_options.continuous_usage_stats
         )
 
+    def constraint(self) -> StructuredOutputsParams | None:
+        """Returns what the text of the output must be; none if it may be any."""
+        if self.response_format is not None:
+            try:
+                return self.response_format.constraint()
+            except InvalidRequest as error:
+                raise renamed(error) from None
+        return self.structured_outputs
+
     def sampling_params(self, defaults: Mapping[str, float]) -> SamplingParams:
         """Returns how to sample: the request's values, else the model's, else OpenAI's."""
         chosen = {
-            name: value
-            for name in ("temperature", "top_p", "top_k")
-            if (value := getattr(self, name)) is not None
+            name: value for name in _PLAIN_PARAMS if (value := getattr(self, name)) is not None
         }
+        bias = {i: min(max(value, -100.0), 100.0) for i, value in (self.logit_bias or {}).items()}
         return SamplingParams(
             **{**defaults, **chosen},
             seed=None if self.seed == -1 else self.seed,
-            max_tokens=self.max_tokens,
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
             stop_token_ids=tuple(self.stop_token_ids or ()),
-            ignore_eos=self.ignore_eos,
-            skip_special_tokens=self.skip_special_tokens,
+            structured_outputs=self.constraint(),
+            logit_bias=bias,
+            bad_words=tuple(self.bad_words or ()),
+            allowed_token_ids=(
+                None if self.allowed_token_ids is None else tuple(self.allowed_token_ids)
+            ),
+            logprobs=self.num_logprobs,
+            max_tokens=self.max_tokens,
         )
 
 
@@ -134,12 +186,35 @@ class CompletionRequest(_Request):
 
     not_implemented: ClassVar[Mapping[str, tuple[object, ...]]] = {
         **_NOT_IMPLEMENTED,
-        "logprobs": (None,),
         "suffix": _EMPTY,
     }
 
     prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
     add_special_tokens: bool = True
+    logprobs: int | None = None
+    _is_echo_only: bool = False
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def is_echo_only(self) -> bool:
+        """Whether the prompt is all that is asked for: one token is generated and not shown."""
+        return self._is_echo_only
+
+    @model_validator(mode="after")
+    def _allow_zero_tokens(self) -> Self:
+        if self.echo and self.max_tokens == 0:
+            self._is_echo_only = True
+            self.max_tokens = 1
+        return self
+
+    def sampling_params(self, defaults: Mapping[str, float]) -> SamplingParams:
+        params = super().sampling_params(defaults)
+        if self.echo and params.prompt_logprobs is None:
+            params = replace(params, prompt_logprobs=params.logprobs)
+        return replace(params, logprobs=None) if self.is_echo_only else params
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -219,17 +294,35 @@ class ChatCompletionRequest(ChatOptions, _Request):
         "documents": _EMPTY,
         "function_call": (None, "none"),
         "functions": _EMPTY,
-        "logprobs": _OFF,
         "mm_processor_kwargs": _EMPTY,
         "modalities": (None, ["text"]),
         "return_prompt_text": _OFF,
         "tool_choice": (None, "none", "auto"),
         "tools": _EMPTY,
-        "top_logprobs": (None, 0),
         "web_search_options": (None,),
     }
 
     max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def echoed(self) -> str:
+        """What the answer begins with: the last message, if asked for and the answer goes on it."""
+        last = self.messages[-1]
+        if not self.echo or (self.add_generation_prompt and last.role != "assistant"):
+            return ""
+        return str(last.for_template().get("content") or "")
+
+    @model_validator(mode="after")
+    def _top_logprobs_need_logprobs(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidRequest("top_logprobs", self.top_logprobs, "needs logprobs=true")
+        return self
 
     @model_validator(mode="after")
     def _one_limit(self) -> Self:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from gateway.routing import Router
 from specgw.errors import InvalidRequest, NotReady
+from specgw.grammar_worker import GrammarWorker
 from specgw.types import GenerateRequest, ModelDescription, SamplingParams
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default where the prompt is not a chat
@@ -27,17 +28,27 @@ class RequestBuilder:
 
     Args:
         router: Knows the target model.
+        grammars: Knows what constraints its vocabulary can keep to.
         max_model_len: Longest context as configured; the verifiers' own limit holds as well.
         max_draft_tokens: Most draft tokens per round as configured.
+        max_logprobs: Most log probabilities for one token that may be asked for.
         seed: Where the seeds of requests without one come from.
     """
 
     def __init__(
-        self, router: Router, max_model_len: int | None, max_draft_tokens: int, seed: int
+        self,
+        router: Router,
+        grammars: GrammarWorker,
+        max_model_len: int | None,
+        max_draft_tokens: int,
+        max_logprobs: int,
+        seed: int,
     ) -> None:
         self._router = router
+        self._grammars = grammars
         self._max_model_len = max_model_len
         self._max_draft_tokens = max_draft_tokens
+        self._max_logprobs = max_logprobs
         self._seeds = random.Random(seed)
 
     @property
@@ -51,6 +62,15 @@ class RequestBuilder:
         model = self._router.target_model
         limits = (self._max_model_len, model.max_model_len if model else None)
         return min((limit for limit in limits if limit is not None), default=None)
+
+    async def check(self, params: SamplingParams) -> None:
+        """Refuses a constraint that no output can keep to, before a verifier hears of it.
+
+        Raises:
+            InvalidRequest: naming the field, its value and what is wrong with it.
+        """
+        if params.structured_outputs is not None:
+            await self._grammars.check(params.structured_outputs)
 
     def build(
         self,
@@ -75,6 +95,7 @@ class RequestBuilder:
         model = self._router.target_model
         if model is None:
             raise NotReady(f"no verifier was reached yet ({self._router.states})")
+        params.check_logprobs(self._max_logprobs)
         _check_token_ids(names.prompt, prompt_token_ids, model)
         for name, token_ids in params.token_ids().items():
             _check_token_ids(name, token_ids, model)
@@ -100,6 +121,22 @@ class RequestBuilder:
             cache_salt=cache_salt,
         )
 
+    @staticmethod
+    def samples(request: GenerateRequest) -> list[GenerateRequest]:
+        """Returns a request for each of the `n` samples, with seeds that follow one another."""
+        params = request.sampling_params
+        assert params.seed is not None, "`build` draws one"
+        if params.n == 1:
+            return [request]
+        return [
+            replace(
+                request,
+                request_id=f"{request.request_id}-{index}",
+                sampling_params=replace(params, n=1, seed=_wrapped(params.seed + index)),
+            )
+            for index in range(params.n)
+        ]
+
     def _room(self, num_prompt_tokens: int, names: FieldNames) -> int:
         """Returns how many output tokens fit the context, at least one."""
         limit = self.max_model_len
@@ -113,6 +150,11 @@ class RequestBuilder:
             )
             raise InvalidRequest(names.prompt, num_prompt_tokens, rule)
         return limit - num_prompt_tokens
+
+
+def _wrapped(seed: int) -> int:
+    """Returns the seed as a signed number of 64 bits."""
+    return (seed + 2**63) % 2**64 - 2**63
 
 
 def _check_token_ids(field: str, token_ids: Sequence[int], model: ModelDescription) -> None:

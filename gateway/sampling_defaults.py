@@ -8,8 +8,8 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 _FILE = "generation_config.json"
-_NAMES = ("temperature", "top_p", "top_k")
-_NOT_IMPLEMENTED = {"repetition_penalty": 1.0, "min_p": 0.0}
+_NAMES = ("temperature", "top_p", "top_k", "repetition_penalty")
+_NOT_IMPLEMENTED = {"min_p": 0.0}
 
 
 def load_sampling_defaults(model_path: Path) -> Mapping[str, float]:

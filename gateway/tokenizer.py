@@ -5,6 +5,7 @@ Never runs code that comes with a checkpoint. Callers are `openai_api.py` and `s
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jinja2
@@ -12,6 +13,7 @@ from tokenizers import Tokenizer as Backend
 
 from specgw.errors import ConfigError, InvalidRequest
 from specgw.model_files import resolve_model
+from specgw.types import SamplingParams
 from specgw.vocab import vocab_fingerprint
 
 _SHORT_TEXT = 2_000  # characters that are tokenized, in well under a millisecond, on the event loop
@@ -76,9 +78,35 @@ class Tokenizer:
         """Returns the text of `token_ids`, special tokens included."""
         return self.backend.decode(token_ids, skip_special_tokens=False)
 
+    def text_of(self, token_id: int) -> str:
+        """Returns the text of one token alone."""
+        return self.decode([token_id])
+
     def tokens(self, token_ids: Sequence[int]) -> list[str]:
         """Returns the vocabulary's entry for each id; empty for an id without one."""
         return [self.backend.id_to_token(token_id) or "" for token_id in token_ids]
+
+    def with_bad_words(self, params: SamplingParams) -> SamplingParams:
+        """Returns the parameters with `bad_words` as token ids too, in the forms vLLM looks for.
+
+        A word has one form at the beginning of a text, and one after a space if that begins with
+        another token and is as long.
+
+        Raises:
+            InvalidRequest: if a word has no tokens, or if there are too many forms.
+        """
+        if not params.bad_words:
+            return params
+        forms: list[list[int]] = []
+        for word in params.bad_words:
+            bare = self._encode(word.lstrip(), add_special_tokens=False)
+            if not bare:
+                raise InvalidRequest("bad_words", word, "must have at least one token")
+            spaced = self._encode(f" {word.lstrip()}", add_special_tokens=False)
+            forms.append(bare)
+            if len(spaced) == len(bare) and spaced[0] != bare[0]:
+                forms.append(spaced)
+        return replace(params, bad_words_token_ids=tuple(map(tuple, forms)))
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids

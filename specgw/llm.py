@@ -17,6 +17,7 @@ from proposer_svc.proposer import build_proposer
 from specgw.config import parse_config
 from specgw.engine.loading import load_model, target_options
 from specgw.errors import SpecgwError
+from specgw.grammar import GrammarMatcher, compiler_for
 from specgw.handshake import build_hello
 from specgw.link import InProcessLink
 from specgw.types import (
@@ -27,6 +28,7 @@ from specgw.types import (
 )
 from verifier_svc.custom_processors import load_processors
 from verifier_svc.drafting import Drafting
+from verifier_svc.local_drafts import build_local_drafts
 from verifier_svc.scheduler import Scheduler, SchedulerLimits
 from verifier_svc.session import check_request
 from verifier_svc.verifier import Verifier
@@ -76,7 +78,8 @@ class LLM:
         settings = args.specgw.verifier
         self._tokenizer = load_tokenizer(args.tokenizer_path)
         self._runner = load_model(target_options(args))
-        self.proposer = build_proposer(args) if args.speculative_config is not None else None
+        has_proposer = args.speculative_config is not None and not args.drafts_locally
+        self.proposer = build_proposer(args) if has_proposer else None
         self._links = [] if self.proposer is None else [InProcessLink(self.proposer)]
         # In one thread a block is there when it is asked for: there is nothing to wait for.
         drafting = Drafting(
@@ -84,6 +87,7 @@ class LLM:
             self._runner.vocab_size,
             settings.draft_timeout_s,
             wait_for_slow_drafts=True,
+            local=build_local_drafts(args, self._runner.max_model_len),
         )
         self._scheduler = Scheduler(
             Verifier(
@@ -98,6 +102,9 @@ class LLM:
                 max_prefill_tokens_beside_decodes=args.max_num_batched_tokens,  # nobody watches
             ),
             self._deliver,
+        )
+        self._grammars = compiler_for(
+            args.tokenizer_path, self._runner.vocab_size, self._runner.eos_token_ids
         )
         self._max_logprobs = args.max_logprobs
         self._seeds = random.Random(args.seed)
@@ -143,8 +150,9 @@ class LLM:
         request = GenerateRequest(uuid.uuid4().hex, token_ids, params)
         runner = self._runner
         check_request(request, runner.max_model_len, runner.vocab_size, (), self._max_logprobs)
+        grammar = self._grammars.start(request)
         detokenizer = Detokenizer(self._tokenizer.backend, request, self._tokenizer.eos_token_id)
-        return _Answer(request, text, detokenizer)
+        return _Answer(request, text, detokenizer, grammar)
 
     def _tokenize(self, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
         text: str | None = None
@@ -161,9 +169,8 @@ class LLM:
         session_id = next(self._session_ids)
         seed = answer.request.sampling_params.seed
         self._answers[session_id] = answer
-        self._scheduler.inbox.submit(
-            session_id, answer.request, self._seeds.getrandbits(63) if seed is None else seed
-        )
+        seed = self._seeds.getrandbits(63) if seed is None else seed
+        self._scheduler.inbox.submit(session_id, answer.request, seed, answer.grammar)
 
     def _deliver(self, outputs: Sequence[tuple[int, GenerateOutput | SpecgwError]]) -> None:
         for session_id, output in outputs:
@@ -181,9 +188,14 @@ class _Answer:
     """One request's output as it grows."""
 
     def __init__(
-        self, request: GenerateRequest, prompt: str | None, detokenizer: Detokenizer
+        self,
+        request: GenerateRequest,
+        prompt: str | None,
+        detokenizer: Detokenizer,
+        grammar: GrammarMatcher | None,
     ) -> None:
         self.request = request
+        self.grammar = grammar
         self._prompt = prompt
         self._detokenizer = detokenizer
         self._text = ""

@@ -24,6 +24,7 @@ from specgw.channel import open_channel, status_to_error
 from specgw.config import parse_config
 from specgw.errors import DeadlineExceeded, InvalidRequest, NotReady, Overloaded
 from specgw.server import HealthService
+from specgw.structured_outputs import StructuredOutputsParams
 from specgw.types import HelloAck, ModelDescription, ProposerStatus
 from specgw.v1 import gateway_pb2, gateway_pb2_grpc, types_pb2, verifier_pb2_grpc
 from tests import scripted_verifier, tiny_tokenizers
@@ -335,7 +336,7 @@ class TestOpenAI:
         assert [event async for event in events(answer)][-1]["metrics"] == unary["metrics"]
 
     async def test_sampling_parameters_reach_the_verifier(
-        self, make_verifier: MakeVerifier, run_gateway: RunGateway
+        self, make_verifier: MakeVerifier, run_gateway: RunGateway, tokenizer: Tokenizer
     ) -> None:
         verifier = make_verifier()
         chosen = {
@@ -345,8 +346,23 @@ class TestOpenAI:
             "seed": 3,
             "stop_token_ids": [9],
             "ignore_eos": True,
+            "presence_penalty": 0.5,
+            "frequency_penalty": -0.5,
+            "repetition_penalty": 1.5,
+            "min_tokens": 2,
+            "allowed_token_ids": [3, 4, 9],
+            "prompt_logprobs": 1,
+            "logprobs": 2,
         }
-        body = {**COMPLETION, **chosen, "num_speculative_tokens": 0, "user": "me", "store": True}
+        others = {"logit_bias": {"3": 7, "4": -1000}, "bad_words": ["dog"]}
+        body = {
+            **COMPLETION,
+            **chosen,
+            **others,
+            "num_speculative_tokens": 0,
+            "user": "me",
+            "store": True,
+        }
         async with ready(run_gateway, [verifier]) as gateway, http(gateway) as client:
             assert (await client.post("/v1/completions", json=body)).status_code == 200
 
@@ -355,20 +371,60 @@ class TestOpenAI:
         assert {name: getattr(params, name) for name in chosen} == {
             **chosen,
             "stop_token_ids": (9,),
+            "allowed_token_ids": (3, 4, 9),
         }
+        assert params.logit_bias == {3: 7.0, 4: -100.0}
+        forms = [tokenizer.backend.encode(text).ids for text in ("dog", " dog")]
+        assert list(map(list, params.bad_words_token_ids)) in (forms, forms[:1])
         assert request.max_draft_tokens == 0
         assert 0 < verifier.deadlines_s[0] < 602
+
+    async def test_constraints_on_the_text_reach_the_verifier(
+        self, make_verifier: MakeVerifier, run_gateway: RunGateway
+    ) -> None:
+        verifier = make_verifier()
+        schema = {"type": "object", "properties": {"b": {"type": "null"}, "a": {}}}
+        json_schema = {"name": "s", "schema": schema, "strict": True}
+        asked: list[tuple[dict[str, Any], dict[str, Any] | None]] = [
+            ({"response_format": {"type": "text"}}, None),
+            ({"response_format": None, "structured_outputs": None}, None),
+            ({"response_format": {"type": "json_object"}}, {"json_object": True}),
+            (
+                {"response_format": {"type": "json_schema", "json_schema": json_schema}},
+                {"json": schema},
+            ),
+            *(
+                ({"structured_outputs": fields}, fields)
+                for fields in (
+                    {"json": schema, "disable_any_whitespace": True},
+                    {"json": schema, "disable_additional_properties": True},
+                    {"json_object": True, "whitespace_pattern": " "},
+                    {"regex": "[ab]+"},
+                    {"choice": ["größer", "less"], "regex": None},
+                    {"grammar": 'root ::= "a" root | "b"'},
+                )
+            ),
+        ]
+        async with ready(run_gateway, [verifier]) as gateway, http(gateway) as client:
+            for body, _ in asked:
+                answer = await client.post("/v1/completions", json={**COMPLETION, **body})
+                assert answer.status_code == 200, answer.text
+
+        reached = [one.sampling_params.structured_outputs for one in verifier.requests]
+        assert reached == [fields and StructuredOutputsParams(**fields) for _, fields in asked]
 
     async def test_the_models_recommended_sampling_holds_where_the_request_is_silent(
         self, make_verifier: MakeVerifier, run_gateway: RunGateway, model_dir: Path
     ) -> None:
-        (model_dir / "generation_config.json").write_text('{"temperature": 0.6, "top_k": 20}')
+        recommended = {"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1}
+        (model_dir / "generation_config.json").write_text(json.dumps(recommended))
         verifier = make_verifier()
         async with ready(run_gateway, [verifier]) as gateway, http(gateway) as client:
             await client.post("/v1/completions", json={**COMPLETION, "top_k": 5})
 
         params = verifier.requests[0].sampling_params
         assert (params.temperature, params.top_k, params.top_p) == (0.6, 5, 1.0)
+        assert params.repetition_penalty == 1.1
 
     async def test_utility_routes(
         self, make_verifier: MakeVerifier, run_gateway: RunGateway, tokenizer: Tokenizer
@@ -438,25 +494,302 @@ BAD_FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"num_speculative_tokens": 5}, "num_speculative_tokens", "5"),
     ({"stream_options": {"include_usage": True}}, "stream_options", "True"),
     ({"request_id": "a\r\nb: c"}, "request_id", "b: c"),
-    ({"n": 2}, "n", "2"),
+    ({"n": 0}, "n", "0"),
+    ({"n": 2, "temperature": 0}, "n", "2"),
+    ({"n": 1000}, "n", "1000"),
     ({"best_of": 2}, "best_of", "2"),
     ({"min_p": 0.1}, "min_p", "0.1"),
-    ({"logit_bias": {"1": 5}}, "logit_bias", "5"),
-    ({"logprobs": 0}, "logprobs", "0"),
-    ({"prompt_logprobs": 1}, "prompt_logprobs", "1"),
-    ({"frequency_penalty": 1}, "frequency_penalty", "1"),
-    ({"presence_penalty": 1}, "presence_penalty", "1"),
-    ({"repetition_penalty": 1.1}, "repetition_penalty", "1.1"),
-    ({"echo": True}, "echo", "True"),
+    ({"logit_bias": {"1000000": 5}}, "logit_bias", "1000000"),
+    ({"logit_bias": {"x": 5}}, "logit_bias.x", "'x'"),
+    ({"logprobs": 21}, "logprobs", "21"),
+    ({"logprobs": -2}, "logprobs", "-2"),
+    ({"prompt_logprobs": 21}, "prompt_logprobs", "21"),
+    ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "1"),
+    ({"frequency_penalty": 2.5}, "frequency_penalty", "2.5"),
+    ({"presence_penalty": -2.5}, "presence_penalty", "-2.5"),
+    ({"repetition_penalty": 0}, "repetition_penalty", "0"),
+    ({"logprob_token_ids": [1], "logprobs": 1}, "logprob_token_ids", "[1]"),
+    ({"logits_processors": ["a.b"]}, "logits_processors", "a.b"),
+    ({"vllm_xargs": {"a": 1}}, "vllm_xargs", "'a'"),
     ({"suffix": "x"}, "suffix", "'x'"),
-    ({"bad_words": ["x"]}, "bad_words", "['x']"),
-    ({"min_tokens": 3}, "min_tokens", "3"),
-    ({"allowed_token_ids": [1]}, "allowed_token_ids", "[1]"),
-    ({"response_format": {"type": "json_object"}}, "response_format", "json_object"),
-    ({"structured_outputs": {"regex": "a"}}, "structured_outputs", "regex"),
+    ({"bad_words": ["x", ""]}, "bad_words", "('x', '')"),
+    ({"bad_words": [" "]}, "bad_words", "' '"),
+    ({"min_tokens": 61}, "min_tokens", "61"),
+    ({"min_tokens": -1}, "min_tokens", "-1"),
+    ({"allowed_token_ids": []}, "allowed_token_ids", "()"),
+    ({"allowed_token_ids": [10**6]}, "allowed_token_ids", "1000000"),
+    ({"response_format": {"type": "xml"}}, "response_format.type", "'xml'"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "None"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}},
+        "response_format.json_schema.schema",
+        "Invalid type: x",
+    ),
+    (
+        {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
+        "response_format",
+        "json_object",
+    ),
+    ({"structured_outputs": {}}, "structured_outputs", "exactly one of"),
+    ({"structured_outputs": {"regex": "(a"}}, "structured_outputs.regex", "unclosed group"),
+    ({"structured_outputs": {"regex": 5}}, "structured_outputs.regex", "5"),
+    ({"structured_outputs": {"json": {"not": {}}}}, "structured_outputs.json", "Unimplemented"),
+    ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "must be a JSON schema"),
+    ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "at least one"),
+    ({"structured_outputs": {"grammar": "root ::= x"}}, "structured_outputs.grammar", "'x' not"),
+    (
+        {"structured_outputs": {"structural_tag": "{}"}},
+        "structured_outputs.structural_tag",
+        "not implemented",
+    ),
+    ({"guided_json": {}}, "guided_json", "structured_outputs.json"),
+    ({"guided_choice": ["a"]}, "guided_choice", "structured_outputs.choice"),
     ({"use_beam_search": True}, "use_beam_search", "True"),
-    ({"include_stop_str_in_output": True}, "include_stop_str_in_output", "True"),
 ]
+
+
+class TestSampling:
+    """What comes back for parameters that change the shape of an answer."""
+
+    @pytest.mark.parametrize("stream", [False, True])
+    async def test_samples_are_choices_with_seeds_that_follow_one_another(
+        self,
+        stream: bool,
+        make_verifier: MakeVerifier,
+        run_gateway: RunGateway,
+        tokenizer: Tokenizer,
+        token_ids: list[int],
+    ) -> None:
+        verifier = make_verifier()
+        body: dict[str, Any] = {"prompt": [[5, 6], [7]], "n": 3, "max_tokens": 9}
+        body["seed"] = 2**63 - 2
+        if stream:
+            body |= {"stream": True, "stream_options": {"include_usage": True}}
+        async with ready(run_gateway, [verifier]) as gateway, http(gateway) as client:
+            answer = await client.post("/v1/completions", json=body)
+
+        bodies = [event async for event in events(answer)] if stream else [answer.json()]
+        texts: dict[int, str] = {}
+        for choice in [choice for body in bodies for choice in body["choices"]]:
+            texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
+        assert texts == dict.fromkeys(range(6), tokenizer.decode(token_ids[:9]))
+        assert bodies[-1]["usage"] == {
+            "prompt_tokens": 3,
+            "completion_tokens": 6 * 9,
+            "total_tokens": 3 + 6 * 9,
+            **({} if stream else {"prompt_tokens_details": None}),
+        }
+        assert bodies[-1].get("metrics") is None
+        seeds = {
+            (tuple(one.prompt_token_ids), one.sampling_params.seed) for one in verifier.requests
+        }
+        expected = (2**63 - 2, 2**63 - 1, -(2**63))
+        assert seeds == {(prompt, seed) for prompt in ((5, 6), (7,)) for seed in expected}
+
+    async def test_samples_of_a_chat_share_its_prompt(
+        self, make_verifier: MakeVerifier, run_gateway: RunGateway
+    ) -> None:
+        verifier = make_verifier()
+        body = {"messages": [{"role": "user", "content": "x"}], "n": 2, "max_tokens": 4}
+        async with ready(run_gateway, [verifier]) as gateway, http(gateway) as client:
+            unary = (await client.post("/v1/chat/completions", json=body)).json()
+            answer = await client.post("/v1/chat/completions", json={**body, "stream": True})
+
+        assert [choice["index"] for choice in unary["choices"]] == [0, 1]
+        usage = unary["usage"]
+        assert usage["prompt_tokens"] == len(verifier.requests[0].prompt_token_ids)
+        assert usage["completion_tokens"] == 8
+        deltas = [event["choices"][0] async for event in events(answer)]
+        openings = [one["index"] for one in deltas if one["delta"].get("role") == "assistant"]
+        assert sorted(openings) == [0, 1]
+        assert len({one.sampling_params.seed for one in verifier.requests}) == 4
+
+    @pytest.mark.parametrize("stream", [False, True])
+    async def test_completion_logprobs_end_with_text_ids_and_usage(
+        self,
+        stream: bool,
+        make_verifier: MakeVerifier,
+        run_gateway: RunGateway,
+        tokenizer: Tokenizer,
+    ) -> None:
+        body = {**COMPLETION, "logprobs": 2, "stop": "said", "return_token_ids": True}
+        body["stream"] = stream
+        async with (
+            ready(run_gateway, [make_verifier(block_size=9)]) as gateway,
+            http(gateway) as client,
+        ):
+            answer = await client.post("/v1/completions", json=body)
+
+        bodies = [event async for event in events(answer)] if stream else [answer.json()]
+        choices = [body["choices"][0] for body in bodies]
+        ids = [token_id for choice in choices for token_id in choice["token_ids"]]
+        joined = {
+            name: [value for choice in choices for value in choice["logprobs"][name]]
+            for name in choices[0]["logprobs"]
+        }
+        assert joined["tokens"] == [tokenizer.decode([token_id]) for token_id in ids]
+        assert joined["token_logprobs"] == [-token_id / 8 for token_id in ids]
+        lengths = [len(token) for token in joined["tokens"]]
+        assert joined["text_offset"] == [sum(lengths[:i]) for i in range(len(ids))]
+        beside = {tokenizer.decode([0]): -1.0, tokenizer.decode([1]): -2.0}
+        assert joined["top_logprobs"][0] == {joined["tokens"][0]: -ids[0] / 8, **beside}
+
+    @pytest.mark.parametrize("stream", [False, True])
+    async def test_chat_logprobs_are_openais(
+        self,
+        stream: bool,
+        make_verifier: MakeVerifier,
+        run_gateway: RunGateway,
+        tokenizer: Tokenizer,
+        token_ids: list[int],
+    ) -> None:
+        options: dict[str, Any] = {"logprobs": True, "top_logprobs": 2, "max_tokens": 7}
+        messages: list[Any] = [{"role": "user", "content": "x"}]
+        async with ready(run_gateway, [make_verifier()]) as gateway:
+            client = AsyncOpenAI(
+                api_key="EMPTY",
+                base_url=f"{gateway.url}/v1",
+                http_client=DefaultAsyncHttpxClient(trust_env=False),
+            )
+            async with client:
+                create = client.chat.completions.create
+                if stream:
+                    chunks = await create(
+                        model="scripted", messages=messages, stream=True, **options
+                    )
+                    parts = [chunk.choices[0].logprobs async for chunk in chunks]
+                else:
+                    unary = await create(model="scripted", messages=messages, **options)
+                    parts = [unary.choices[0].logprobs]
+
+        entries = [entry for part in parts if part for entry in part.content or ()]
+        texts = [tokenizer.decode([token_id]) for token_id in token_ids[:7]]
+        assert [entry.token for entry in entries] == texts
+        assert [entry.logprob for entry in entries] == [-i / 8 for i in token_ids[:7]]
+        assert [bytes(entry.bytes or ()).decode() for entry in entries] == texts
+        assert [[top.logprob for top in entry.top_logprobs] for entry in entries] == [[-1, -2]] * 7
+
+    async def test_tokens_may_be_named_by_their_ids(
+        self, make_verifier: MakeVerifier, run_gateway: RunGateway, token_ids: list[int]
+    ) -> None:
+        body = {**COMPLETION, "logprobs": 0, "return_tokens_as_token_ids": True, "max_tokens": 3}
+        async with ready(run_gateway, [make_verifier()]) as gateway, http(gateway) as client:
+            answer = (await client.post("/v1/completions", json=body)).json()
+
+        logprobs = answer["choices"][0]["logprobs"]
+        assert logprobs["tokens"] == [f"token_id:{token_id}" for token_id in token_ids[:3]]
+
+    async def test_prompt_logprobs_are_told_by_id(
+        self, make_verifier: MakeVerifier, run_gateway: RunGateway, tokenizer: Tokenizer
+    ) -> None:
+        body = {"prompt": [5, 6, 7], "prompt_logprobs": 1, "max_tokens": 4}
+        chat = {"messages": [{"role": "user", "content": "x"}], "prompt_logprobs": 0}
+        async with ready(run_gateway, [make_verifier()]) as gateway, http(gateway) as client:
+            answer = (await client.post("/v1/completions", json=body)).json()
+            chatted = (await client.post("/v1/chat/completions", json=chat)).json()
+
+        top = {"0": {"logprob": -1.0, "rank": 1, "decoded_token": tokenizer.decode([0])}}
+        assert answer["choices"][0]["prompt_logprobs"] == [
+            None,
+            *(
+                {str(i): {"logprob": -i / 8, "rank": i + 1, "decoded_token": text}, **top}
+                for i, text in ((i, tokenizer.decode([i])) for i in (6, 7))
+            ),
+        ]
+        assert len(chatted["prompt_logprobs"]) == chatted["usage"]["prompt_tokens"]
+
+    @pytest.mark.parametrize("stream", [False, True])
+    @pytest.mark.parametrize("max_tokens", [0, 4])
+    async def test_an_echo_is_the_prompt_before_the_answer(
+        self,
+        max_tokens: int,
+        stream: bool,
+        make_verifier: MakeVerifier,
+        run_gateway: RunGateway,
+        tokenizer: Tokenizer,
+        token_ids: list[int],
+    ) -> None:
+        prompt = tokenizer.backend.encode("the dog").ids
+        body = {"prompt": prompt, "echo": True, "max_tokens": max_tokens, "logprobs": 0}
+        body["stream"] = stream
+        async with ready(run_gateway, [make_verifier()]) as gateway, http(gateway) as client:
+            answer = await client.post("/v1/completions", json=body)
+
+        bodies = [event async for event in events(answer)] if stream else [answer.json()]
+        choices = [body["choices"][0] for body in bodies]
+        shown = [*prompt, *token_ids[:max_tokens]]
+        assert "".join(one["text"] for one in choices) == tokenizer.decode(shown)
+        assert choices[-1]["finish_reason"] == "length"
+        values = [value for one in choices for value in one["logprobs"]["token_logprobs"]]
+        assert values == [None, *(-token_id / 8 for token_id in shown[1:])]
+        if not stream:
+            assert bodies[0]["usage"]["completion_tokens"] == max_tokens
+
+    async def test_a_chat_echoes_the_message_that_it_goes_on(
+        self, make_verifier: MakeVerifier, run_gateway: RunGateway
+    ) -> None:
+        begun = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "well,"}]
+        continued = {"add_generation_prompt": False, "continue_final_message": True}
+        async with ready(run_gateway, [make_verifier()]) as gateway, http(gateway) as client:
+            url = "/v1/chat/completions"
+            answer = await client.post(url, json={"messages": begun, "echo": True, **continued})
+            other = await client.post(url, json={"messages": begun[:1], "echo": True})
+
+        assert answer.json()["choices"][0]["message"]["content"] == f"well,{TEXT}"
+        assert other.json()["choices"][0]["message"]["content"] == TEXT
+
+    @pytest.mark.parametrize("block_size", [1, 4, 9])
+    async def test_a_stop_string_stays_in_the_text_if_asked_for(
+        self, block_size: int, make_verifier: MakeVerifier, run_gateway: RunGateway
+    ) -> None:
+        body = {**COMPLETION, "stop": "said", "include_stop_str_in_output": True}
+        verifier = make_verifier(block_size=block_size)
+        async with ready(run_gateway, [verifier]) as gateway, http(gateway) as client:
+            answer = (await client.post("/v1/completions", json=body)).json()
+
+        assert answer["choices"][0]["text"] == " and the quick fox said"
+        assert answer["choices"][0]["stop_reason"] == "said"
+
+    async def test_grpc_clients_get_the_same(
+        self,
+        make_verifier: MakeVerifier,
+        run_gateway: RunGateway,
+        tokenizer: Tokenizer,
+        token_ids: list[int],
+    ) -> None:
+        verifier = make_verifier()
+        request = gateway_pb2.GatewayServiceGenerateRequest(
+            prompt="the dog",
+            sampling_params=types_pb2.SamplingParams(
+                max_tokens=60, logprobs=1, prompt_logprobs=0, logit_bias={3: 2.0}
+            ),
+            stop=["said"],
+            bad_words=["dog"],
+            include_stop_str_in_output=True,
+        )
+        async with (
+            ready(run_gateway, [verifier]) as gateway,
+            open_channel(gateway.grpc_addresses[0]) as channel,
+        ):
+            stub = gateway_pb2_grpc.GatewayServiceStub(channel)
+            responses = [response async for response in stub.Generate(request, timeout=10)]
+
+        params = verifier.requests[0].sampling_params
+        assert params.logit_bias == {3: 2.0}
+        assert params.bad_words_token_ids
+        assert "".join(one.text for one in responses) == " and the quick fox said"
+        count = responses[-1].output_token_count
+        scored = [
+            entry
+            for one in responses
+            for entry in wire.token_logprobs_from_pb(one.logprobs, "logprobs")
+        ]
+        assert [entry.token_ids[0] for entry in scored] == token_ids[:count]
+        prompt = wire.token_logprobs_from_pb(responses[0].prompt_logprobs, "prompt_logprobs")
+        assert [entry.token_ids[0] for entry in prompt] == tokenizer.backend.encode("the dog").ids[
+            1:
+        ]
+
 
 BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"messages": []}, "messages"),
@@ -466,7 +799,8 @@ BAD_CHATS: list[tuple[dict[str, Any], str]] = [
         "messages.content.type",
     ),
     ({"tools": [{"type": "function"}]}, "tools"),
-    ({"logprobs": True}, "logprobs"),
+    ({"top_logprobs": 2}, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "logprobs"),
     ({"continue_final_message": True}, "continue_final_message"),
     ({"chat_template": "{{ x }}"}, "chat_template"),
     ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs.tokenize"),
@@ -655,7 +989,7 @@ class TestLoad:
 
         error = answer.json()["error"]
         assert (answer.status_code, error["param"]) == (400, "prompt")
-        assert "at most 4 prompts (2 running, 2 queued), got 5" in error["message"]
+        assert "at most 4 answers (2 running, 2 queued), got 5" in error["message"]
 
     async def test_a_client_that_leaves_the_queue_takes_no_slot(
         self, make_verifier: MakeVerifier, run_gateway: RunGateway
@@ -1286,6 +1620,9 @@ class TestGrpc:
             gateway_pb2.GatewayServiceGenerateRequest(
                 prompt="x", sampling_params=types_pb2.SamplingParams(temperature=9)
             ),
+            gateway_pb2.GatewayServiceGenerateRequest(
+                prompt="x", structured_outputs=types_pb2.StructuredOutputs(regex="(a")
+            ),
         ]
         async with (
             ready(run_gateway, [make_verifier()]) as gateway,
@@ -1301,6 +1638,7 @@ class TestGrpc:
         assert [error.field for error in errors if isinstance(error, InvalidRequest)] == [
             "input",
             "temperature",
+            "structured_outputs.regex",
         ]
 
     async def test_cancelling_a_call_ends_the_work(

@@ -1,4 +1,5 @@
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +13,7 @@ from specgw.types import (
     GenerateRequest,
     SamplingParams,
     SpeculationStats,
+    TokenLogprobs,
 )
 from tests import tiny_tokenizers
 from tests.tiny_tokenizers import token_id
@@ -239,3 +241,92 @@ def test_held_text_is_given_back_when_the_output_breaks_off() -> None:
 
     assert detokenizer.push(GenerateOutput(token_ids)).text == ""
     assert detokenizer.flush().text == "d\ufffd"
+
+
+def scanned(stop: Sequence[str], pieces: Sequence[str], num_passed: int, keeps: bool) -> str:
+    """Returns the text up to the first stop string that ends after `num_passed` pieces."""
+    scanner = StopScanner(stop, keeps_stop=keeps)
+    text = ""
+    for count, piece in enumerate(pieces, start=1):
+        certain, found = scanner.push(piece, may_stop=count > num_passed)
+        text += certain
+        if found is not None:
+            return text
+    return text + scanner.flush()
+
+
+@given(
+    st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3),
+    st.lists(st.text("ab", max_size=3), max_size=9),
+    st.integers(0, 9),
+    st.booleans(),
+)
+def test_a_stop_string_counts_where_it_ends(
+    stop: list[str], pieces: list[str], num_passed: int, keeps: bool
+) -> None:
+    """Against the definition: the first end behind the text that may not stop, of the longest."""
+    text = "".join(pieces)
+    first = len("".join(pieces[:num_passed]))
+    ends = [
+        (end, -len(one), one)
+        for one in stop
+        for end in range(first + 1, len(text) + 1)
+        if text[:end].endswith(one)
+    ]
+    expected = text
+    if ends:
+        end, _, one = min(ends)
+        expected = text[: end if keeps else end - len(one)]
+
+    assert scanned(stop, pieces, num_passed, keeps) == expected
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("min_tokens", [0, 1, 2, 3, 4])
+def test_min_tokens_holds_back_stop_strings_for_exactly_that_many(
+    min_tokens: int, size: int
+) -> None:
+    token = BYTE_LEVEL.encode("a", add_special_tokens=False).ids
+    assert len(token) == 1
+    params = SamplingParams(stop=("a",), min_tokens=min_tokens)
+
+    outputs = detokenize(BYTE_LEVEL, blocks(token * 9, [size]), params)
+
+    assert sum(len(output.token_ids) for output in outputs) == min_tokens + 1
+    assert outputs[-1].finish_reason is FinishReason.STOP
+    assert joined(outputs) == "a" * min_tokens
+
+
+def test_a_stop_token_has_text_if_asked_for() -> None:
+    token_ids = BYTE_LEVEL.encode("the dog", add_special_tokens=False).ids
+    output = GenerateOutput(token_ids, FinishReason.STOP, token_ids[-1])
+
+    for keeps, expected in ((False, token_ids[:-1]), (True, token_ids)):
+        params = SamplingParams(stop_token_ids=(token_ids[-1],), include_stop_str_in_output=keeps)
+        [whole] = detokenize(BYTE_LEVEL, iter([output]), params)
+        assert whole.text == BYTE_LEVEL.decode(expected)
+        assert (whole.token_ids, whole.stop_reason) == (token_ids, token_ids[-1])
+
+
+def test_output_that_is_not_detokenized_has_tokens_only() -> None:
+    token_ids = BYTE_LEVEL.encode("the dog").ids
+
+    outputs = detokenize(BYTE_LEVEL, blocks(token_ids, [2]), SamplingParams(detokenize=False))
+
+    assert joined(outputs) == ""
+    assert [i for output in outputs for i in output.token_ids] == token_ids
+
+
+@given(text=TEXTS, sizes=BLOCK_SIZES, stop=st.text("ab n", min_size=1, max_size=3))
+def test_log_probabilities_end_where_the_tokens_do(text: str, sizes: list[int], stop: str) -> None:
+    token_ids = BYTE_LEVEL.encode(text).ids
+    scored = (
+        replace(
+            output,
+            logprobs=tuple(TokenLogprobs((token_id,), (-1.0,), 1) for token_id in output.token_ids),
+        )
+        for output in blocks(token_ids, sizes)
+    )
+
+    for output in detokenize(BYTE_LEVEL, scored, SamplingParams(stop=(stop,))):
+        assert [one.token_ids[0] for one in output.logprobs] == list(output.token_ids)

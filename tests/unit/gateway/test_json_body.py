@@ -66,4 +66,4 @@ def test_a_field_too_deep_to_be_shown_is_400() -> None:
         deep = {"a": deep}
 
     with pytest.raises(HTTPException, match="nested too deeply"):
-        validate({"prompt": "x", "logit_bias": deep}, CompletionRequest)
+        validate({"prompt": "x", "vllm_xargs": deep}, CompletionRequest)

@@ -5,6 +5,7 @@ import pytest
 
 from gateway.tokenizer import load_tokenizer
 from specgw.errors import ConfigError, InvalidRequest
+from specgw.types import SamplingParams
 from tests import tiny_tokenizers
 
 
@@ -26,3 +27,27 @@ async def test_long_text_is_tokenized_as_short_text_is(tmp_path: Path) -> None:
 def test_a_directory_without_tokenizer_is_a_configuration_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="tokenizer"):
         load_tokenizer(str(tmp_path))
+
+
+def test_bad_words_are_looked_for_alone_and_after_a_space() -> None:
+    tokenizer = load_tokenizer("tiny/target")
+    words = ("import", " self", "==", "xyzzy")
+
+    params = tokenizer.with_bad_words(SamplingParams(bad_words=words))
+
+    ids = [tokenizer.backend.encode(text).ids for text in ("import", " import", "self", " self")]
+    assert all(len(one) == 1 for one in ids)
+    forms = [list(form) for form in params.bad_words_token_ids]
+    assert forms[:4] == ids
+    for word in words[2:]:
+        bare = tokenizer.backend.encode(word).ids
+        assert bare in forms
+        spaced = tokenizer.backend.encode(f" {word}").ids
+        assert (spaced in forms) == (len(spaced) == len(bare) and spaced[0] != bare[0])
+
+
+def test_a_bad_word_without_tokens_is_refused() -> None:
+    tokenizer = load_tokenizer("tiny/target")
+
+    with pytest.raises(InvalidRequest, match="bad_words: must have at least one token"):
+        tokenizer.with_bad_words(SamplingParams(bad_words=("dog", "  ")))
