@@ -6,6 +6,7 @@ business.
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -72,7 +73,7 @@ class DraftModelDrafter:
             session,
             context,
             self._runner.kv_cache.new_sequence(),
-            num_draftable_ids=self._vocabulary.num_draftable_ids(session),
+            num_choices=self._vocabulary.num_choices(session),
             prefill_length=length if length <= max_length else 0,
             max_length=max_length,
         )
@@ -156,13 +157,18 @@ class DraftModelDrafter:
         rows: Sequence[tuple[DraftRows, int]],  # sessions, and draft tokens before the row's
     ) -> list[DraftToken | None]:
         """Chooses a draftable token for each row; None where the logits are not numbers."""
-        limits = [one.num_draftable_ids for one, _ in rows]
+        limits = [one.num_choices for one, _ in rows]
         sampling = [row_sampling(one.session, num_drafted) for one, num_drafted in rows]
-        return self._sampler.choose(_without_padding(logits, limits), sampling)
+        choices = self._vocabulary.choices(logits)
+        chosen = self._sampler.choose(_without_padding(choices, limits), sampling)
+        return [token and self._drafted(token) for token in chosen]
+
+    def _drafted(self, chosen: DraftToken) -> DraftToken:
+        return replace(chosen, token_id=self._vocabulary.draft_token_id(chosen.token_id))
 
     def _forward(self, chunks: Sequence[SequenceChunk]) -> Tensor:
         self.num_passes += 1
-        return self._vocabulary.constrain(self._runner.forward(chunks))
+        return self._runner.forward(chunks)
 
 
 def completes(one: DraftRows, rows: int) -> bool:

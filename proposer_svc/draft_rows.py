@@ -22,7 +22,7 @@ class DraftRows:
     session: Session
     context: DraftContext
     cache: SequenceCache
-    num_draftable_ids: int  # ids from here on must not be drafted
+    num_choices: int  # ids that draft tokens are chosen from
     prefill_length: int  # rows to feed even if no block is asked for
     max_length: int  # rows that there may be
     draft_token_ids: list[int] = field(default_factory=list)

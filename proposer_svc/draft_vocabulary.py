@@ -50,7 +50,10 @@ class DraftVocabulary(Protocol):
 
     Attributes:
         summary: How another vocabulary is mapped; None if it is the target's own.
+        takes_samples: Whether draft tokens may be sampled: the choices are the target's ids.
     """
+
+    takes_samples: bool
 
     @property
     def summary(self) -> VocabMappingSummary | None: ...
@@ -61,11 +64,18 @@ class DraftVocabulary(Protocol):
     def num_context_ids(self, target: ModelDescription) -> int:
         """Returns how many of the target's leading token ids a context may have."""
 
-    def num_draftable_ids(self, session: Session) -> int:
-        """Returns how many leading ids may be drafted."""
+    def num_choices(self, session: Session) -> int:
+        """Returns how many leading ids a draft token may be chosen from."""
 
-    def constrain(self, logits: Tensor) -> Tensor:
-        """Returns logits without those that must not be drafted, [num_rows, vocab_size] both."""
+    def choices(self, logits: Tensor) -> Tensor:
+        """Returns the logits of what may be drafted, -inf for all else.
+
+        Args:
+            logits: The draft model's, [num_rows, vocab_size]. The result may have other columns.
+        """
+
+    def draft_token_id(self, choice: int) -> int:
+        """Returns the draft model's id of a column that was chosen."""
 
     def open_context(self, session: Session) -> DraftContext:
         """Returns a session's context as it is."""
@@ -75,6 +85,7 @@ class SharedVocabulary:
     """Implements `DraftVocabulary` for models with the same tokens under the same ids."""
 
     summary = None
+    takes_samples = True
 
     def __init__(self, draft_model: ModelDescription, tokenizer_size: int | None = None) -> None:
         """Takes the draft model; `tokenizer_size` is how many of its ids mean something."""
@@ -87,11 +98,14 @@ class SharedVocabulary:
     def num_context_ids(self, target: ModelDescription) -> int:
         return min(target.vocab_size, self._draft_model.vocab_size)
 
-    def num_draftable_ids(self, session: Session) -> int:
+    def num_choices(self, session: Session) -> int:
         return min(session.num_ids, self._num_own_ids)
 
-    def constrain(self, logits: Tensor) -> Tensor:
+    def choices(self, logits: Tensor) -> Tensor:
         return logits
+
+    def draft_token_id(self, choice: int) -> int:
+        return choice
 
     def open_context(self, session: Session) -> "SharedContext":
         return SharedContext(session.token_ids)

@@ -3,13 +3,15 @@
 import logging
 
 from proposer_svc.draft_vocabulary import DraftVocabulary, SharedVocabulary
-from proposer_svc.foreign_vocabulary import ForeignVocabulary
-from specgw.config import EngineArgs
+from proposer_svc.foreign_vocabulary import FOREIGN_VOCABULARIES
+from specgw.config import EngineArgs, SpeculativeConfig
 from specgw.errors import ConfigError
 from specgw.model_files import read_config, resolve_model
 from specgw.types import ModelDescription
 from specgw.vocab import relate_vocabs, tokenizer_size, vocab_fingerprint
-from specgw.vocab_mapping import coverage_problems, load_mapping
+from specgw.vocab_mapping import Coverage, coverage_problems, load_mapping
+
+_ENOUGH_TO_SAMPLE = 0.99  # of what the draft writes
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +38,7 @@ def build_vocabulary(args: EngineArgs, draft_model: ModelDescription) -> DraftVo
     mapping = load_mapping(target_dir, target_size, draft_dir, draft_model.vocab_size)
     if problems := coverage_problems(mapping.coverage, config.heterogeneous_vocab_method):
         raise ConfigError(problems)
-    method = choose_method(config.heterogeneous_vocab_method)
+    method = choose_method(config, mapping.coverage)
     logger.info(
         "the draft's vocabulary is mapped",
         extra={
@@ -47,9 +49,16 @@ def build_vocabulary(args: EngineArgs, draft_model: ModelDescription) -> DraftVo
             "weighted_coverage": round(mapping.coverage.weighted, 3),
         },
     )
-    return ForeignVocabulary(mapping, method, vocab_fingerprint(target_dir))
+    return FOREIGN_VOCABULARIES[method](mapping, vocab_fingerprint(target_dir))
 
 
-def choose_method(configured: str) -> str:
-    """Returns `token` or `string`."""
-    return "string" if configured == "auto" else configured
+def choose_method(config: SpeculativeConfig, coverage: Coverage) -> str:
+    """Returns `token` or `string`.
+
+    Text makes longer blocks than single tokens do, but its drafts are greedy. Drafts that are
+    sampled gain where hardly a token is missing.
+    """
+    if config.heterogeneous_vocab_method != "auto":
+        return config.heterogeneous_vocab_method
+    is_sampled = config.draft_sample_method != "greedy"
+    return "token" if is_sampled and coverage.weighted >= _ENOUGH_TO_SAMPLE else "string"

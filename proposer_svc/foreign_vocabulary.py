@@ -5,14 +5,13 @@ target has too, one for one. With `string` (their SLEM) anything is drafted, and
 tokenizer reads the text of it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from proposer_svc.draft_vocabulary import DraftContext
+from proposer_svc.draft_vocabulary import DraftVocabulary
 from proposer_svc.retokenizer import Retokenizer
 from proposer_svc.session_table import Session
 from specgw.types import ModelDescription, VocabMappingSummary
@@ -22,31 +21,26 @@ _MAX_DRAFTS_PER_TOKEN = 2  # of a block; a word of many draft tokens would hold 
 
 
 class ForeignVocabulary:
-    """Implements `DraftVocabulary` with a mapping between two tokenizers."""
+    """What both methods have in common of a `DraftVocabulary`."""
 
-    def __init__(self, mapping: VocabMapping, method: str, target_fingerprint: str) -> None:
-        """Takes a mapping.
+    method = ""
 
-        Args:
-            mapping: Between the target's tokenizer and the draft model's.
-            method: `token` or `string`.
-            target_fingerprint: Of the target's vocabulary.
-        """
+    def __init__(self, mapping: VocabMapping, target_fingerprint: str) -> None:
+        """Takes the mapping of the target whose vocabulary has that fingerprint."""
         coverage = mapping.coverage
         self.summary = VocabMappingSummary(
-            method, mapping.fingerprint, coverage.of_target, coverage.of_draft
+            self.method, mapping.fingerprint, coverage.of_target, coverage.of_draft
         )
         self._mapping = mapping
+        self._num_target_ids = int(mapping.draft_to_target.max()) + 1  # that may be drafted
         self._target_fingerprint = target_fingerprint
-        self._context_type = TokenContext if method == "token" else StringContext
-        self._forbidden = torch.from_numpy(~self._context_type.draftable(mapping))  # [vocab_size]
 
     def mismatches(self, target: ModelDescription) -> list[str]:
         mismatches = []
-        size = int(self._mapping.draft_to_target.max()) + 1
-        if target.vocab_size < size:
+        if target.vocab_size < self._num_target_ids:
             mismatches.append(
-                f"vocabulary: drafts may have {size} ids, {target.name} has {target.vocab_size}"
+                f"vocabulary: drafts may have {self._num_target_ids} ids, {target.name} has "
+                f"{target.vocab_size}"
             )
         if target.vocab_fingerprint not in ("", self._target_fingerprint):
             mismatches.append(
@@ -58,26 +52,83 @@ class ForeignVocabulary:
     def num_context_ids(self, target: ModelDescription) -> int:
         return target.vocab_size
 
-    def num_draftable_ids(self, session: Session) -> int:
-        return len(self._forbidden)
 
-    def constrain(self, logits: Tensor) -> Tensor:
-        self._forbidden = self._forbidden.to(logits.device)
-        return logits.masked_fill(self._forbidden, -torch.inf)
+class TokenVocabulary(ForeignVocabulary):
+    """Implements `DraftVocabulary`: draft tokens are chosen among the target's ids.
 
-    def open_context(self, session: Session) -> DraftContext:
-        context = self._context_type(self._mapping)
+    The draft's law is that of the tokens in common, renormalized: q' of the paper.
+    """
+
+    method = "token"
+    takes_samples = True
+
+    def __init__(self, mapping: VocabMapping, target_fingerprint: str) -> None:
+        super().__init__(mapping, target_fingerprint)
+        draft_ids = np.flatnonzero(mapping.draft_to_target >= 0)
+        self._draft_ids = torch.from_numpy(draft_ids)  # [num_common]
+        self._target_ids = torch.from_numpy(mapping.draft_to_target[draft_ids])  # [num_common]
+        self._draft_id_of: dict[int, int] = dict(
+            zip(self._target_ids.tolist(), draft_ids.tolist(), strict=True)
+        )
+
+    def num_choices(self, session: Session) -> int:
+        return self._num_target_ids
+
+    def choices(self, logits: Tensor) -> Tensor:
+        self._draft_ids = self._draft_ids.to(logits.device)
+        self._target_ids = self._target_ids.to(logits.device)
+        choices = logits.new_full((len(logits), self._num_target_ids), -torch.inf)
+        return choices.index_copy(1, self._target_ids, logits[:, self._draft_ids])
+
+    def draft_token_id(self, choice: int) -> int:
+        return self._draft_id_of[choice]
+
+    def open_context(self, session: Session) -> "TokenContext":
+        context = TokenContext(self._mapping)
         context.extend(session.token_ids)
         return context
 
 
+class StringVocabulary(ForeignVocabulary):
+    """Implements `DraftVocabulary`: all text may be drafted, and what ends it for the target too.
+
+    What the target makes of a text is no sample of any law known here, so drafts are greedy.
+    """
+
+    method = "string"
+    takes_samples = False
+
+    def __init__(self, mapping: VocabMapping, target_fingerprint: str) -> None:
+        super().__init__(mapping, target_fingerprint)
+        is_drafted = mapping.draft_to_target >= 0
+        is_drafted[[i for i in mapping.draft.token_bytes if i < len(is_drafted)]] = True
+        self._is_forbidden = torch.from_numpy(~is_drafted)  # [vocab_size]
+
+    def num_choices(self, session: Session) -> int:
+        return len(self._is_forbidden)
+
+    def choices(self, logits: Tensor) -> Tensor:
+        self._is_forbidden = self._is_forbidden.to(logits.device)
+        return logits.masked_fill(self._is_forbidden, -torch.inf)
+
+    def draft_token_id(self, choice: int) -> int:
+        return choice
+
+    def open_context(self, session: Session) -> "StringContext":
+        context = StringContext(self._mapping)
+        context.extend(session.token_ids)
+        return context
+
+
+FOREIGN_VOCABULARIES: dict[str, Callable[[VocabMapping, str], DraftVocabulary]] = {
+    "token": TokenVocabulary,
+    "string": StringVocabulary,
+}
+"""By `heterogeneous_vocab_method`."""
+
+
 class TokenContext(Retokenizer):
     """Implements `DraftContext`: each draft token is one of the target's."""
-
-    @staticmethod
-    def draftable(mapping: VocabMapping) -> npt.NDArray[np.bool_]:
-        """Returns which draft tokens may be drafted: those of the intersection."""
-        return mapping.draft_to_target >= 0
 
     def most_draft_tokens(self, num_wanted: int) -> int:
         return num_wanted
@@ -95,13 +146,6 @@ class StringContext(Retokenizer):
     Several draft tokens may make one of the target's, and the reverse. The last word may still
     grow: what the target would make of it is known once the next one begins.
     """
-
-    @staticmethod
-    def draftable(mapping: VocabMapping) -> npt.NDArray[np.bool_]:
-        """Returns which draft tokens may be drafted: text, and what ends it for the target too."""
-        may = mapping.draft_to_target >= 0
-        may[[i for i in mapping.draft.token_bytes if i < len(may)]] = True
-        return may
 
     def most_draft_tokens(self, num_wanted: int) -> int:
         return _MAX_DRAFTS_PER_TOKEN * num_wanted

@@ -25,8 +25,7 @@ def load_model_drafter(args: EngineArgs) -> Drafter:
     runner = load_model(draft_options(args))
     vocabulary = build_vocabulary(args, runner.description)
     batched_tokens = args.specgw.proposer.max_num_batched_tokens
-    # What another vocabulary's text becomes is no sample of any law known here.
-    method = config.draft_sample_method if vocabulary.summary is None else "greedy"
+    method = config.draft_sample_method if vocabulary.takes_samples else "greedy"
     sampler = DraftSampler(method, args.specgw.proposer.max_draft_support)
     if not config.parallel_drafting:
         return DraftModelDrafter(runner, batched_tokens, vocabulary, sampler)

@@ -5,15 +5,17 @@ drafts for the other.
 """
 
 import asyncio
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import GPT2Config
 
-from proposer_svc.foreign_vocabulary import ForeignVocabulary
+from proposer_svc.foreign_vocabulary import FOREIGN_VOCABULARIES
 from proposer_svc.proposer import ProposerCore, build_proposer
 from specgw.config import parse_config
 from specgw.engine.loading import ModelOptions, load_model
@@ -180,16 +182,14 @@ def test_a_round_feeds_what_is_new_however_long_the_context(
 def test_no_id_that_means_nothing_is_drafted(method: str) -> None:
     runner = load_target("target")
     mapping = mapping_of(runner, load_target("foreign"))
-    vocabulary = ForeignVocabulary(mapping, method, runner.description.vocab_fingerprint)
-    logits = torch.zeros(1, 1792)
-    padding = sorted({*range(1792)} - {*mapping.draft.token_bytes} - {*mapping.markers.values()})
+    vocabulary = FOREIGN_VOCABULARIES[method](mapping, runner.description.vocab_fingerprint)
+    means_text = {*mapping.draft.token_bytes, *mapping.markers.values()}
 
-    constrained = vocabulary.constrain(logits)
+    choices = vocabulary.choices(torch.zeros(1, 1792))[0].isfinite().nonzero().squeeze(1)
 
-    assert padding
-    assert constrained[0, padding].tolist() == [-torch.inf] * len(padding)
-    allowed = constrained[0].isfinite().nonzero().squeeze(1).tolist()
-    assert method == "string" or (mapping.draft_to_target[allowed] >= 0).all()
+    drafted = {vocabulary.draft_token_id(choice) for choice in choices.tolist()}
+    assert drafted <= means_text < {*range(1792)}
+    assert len(drafted) == (mapping.coverage.num_common if method == "token" else len(means_text))
 
 
 @both_methods
@@ -231,3 +231,58 @@ def test_the_mapping_is_told_in_the_handshake() -> None:
     assert (told.method, told.fingerprint) == ("token", mapping.fingerprint)
     assert told.target_coverage == mapping.coverage.of_target > 0.5
     assert told.draft_coverage == mapping.coverage.of_draft > 0.5
+
+
+SAMPLED = SamplingParams(temperature=1.0, seed=5, max_tokens=24, ignore_eos=True)
+
+
+@pytest.mark.parametrize("method", ["token", "string", "auto"])
+def test_coupled_drafts_leave_the_sampled_text_unchanged(
+    method: str, any_target: ModelRunner
+) -> None:
+    asked = prompts(any_target)
+    answers = plain_answers(any_target, asked, SAMPLED)
+    core = proposer(name_of(any_target), other(any_target), method, draft_sample_method="coupled")
+
+    together = InlineVerifier(any_target, [InProcessLink(core)]).generate(asked, SAMPLED)
+
+    assert [answer.token_ids for answer in together] == list(answers.values())
+    assert accepted_per_round([answer.speculation for answer in together]) > 0.1
+
+
+def test_the_same_text_by_the_same_noise_is_accepted_whatever_its_ids(
+    tmp_path: Path, single_thread: None
+) -> None:
+    """The noise is that of the target's ids: a twin under other ids agrees always."""
+    runner = load_target("target")
+    twin = permuted_twin(tmp_path / "twin", "target")
+    core = proposer("target", str(twin), "token", draft_sample_method="coupled")
+    asked = prompts(runner)[:1]
+
+    [answer] = InlineVerifier(runner, [InProcessLink(core)]).generate(asked, SAMPLED)
+
+    assert answer.token_ids == plain_answers(runner, asked, SAMPLED)[tuple(asked[0])]
+    assert answer.speculation is not None
+    assert answer.speculation.accepted_token_count > 0.9 * answer.speculation.draft_token_count
+
+
+def permuted_twin(folder: Path, name: str) -> Path:
+    """Saves a bundled model whose tokens have other ids: the rows of its embedding move along."""
+    folder.mkdir()
+    for file in (TINY / name).iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    spec = json.loads((folder / "tokenizer.json").read_text())
+    vocab = spec["model"]["vocab"]
+    fixed = {added["id"] for added in spec["added_tokens"]}
+    movable = [i for i in range(len(vocab)) if i not in fixed]
+    new_id = dict(zip(movable, movable[1:] + movable[:1], strict=True))
+    spec["model"]["vocab"] = {token: new_id.get(i, i) for token, i in vocab.items()}
+    (folder / "tokenizer.json").write_text(json.dumps(spec))
+    weights = load_file(folder / "model.safetensors")
+    old_ids = sorted(range(len(vocab)), key=lambda i: new_id.get(i, i))
+    moved = {
+        key: tensor[old_ids] if "embed_tokens" in key or "lm_head" in key else tensor
+        for key, tensor in weights.items()
+    }
+    save_file(moved, folder / "model.safetensors", {"format": "pt"})
+    return folder

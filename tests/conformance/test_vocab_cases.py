@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from proposer_svc.foreign_vocabulary import ForeignVocabulary
+from proposer_svc.foreign_vocabulary import FOREIGN_VOCABULARIES
 from proposer_svc.proposer import ProposerCore
 from proposer_svc.session_table import Session
 from specgw.check import check
@@ -256,11 +256,13 @@ def test_v8_text_that_only_the_target_has_tokens_for_is_retokenized(method: str)
 def test_v10_a_drafted_id_is_the_targets_or_is_not_sent(method: str) -> None:
     target, draft = load_target("target"), load_target("foreign")
     mapping = mapping_of(target, draft)
-    vocabulary = ForeignVocabulary(mapping, method, target.description.vocab_fingerprint)
+    vocabulary = FOREIGN_VOCABULARIES[method](mapping, target.description.vocab_fingerprint)
     context = vocabulary.open_context(Session("v", 1, prompts(target)[0], target.vocab_size))
-    logits = vocabulary.constrain(torch.zeros(1, draft.vocab_size))
+    choices = vocabulary.choices(torch.zeros(1, draft.vocab_size))
 
-    for token_id in logits[0].isfinite().nonzero().squeeze(1).tolist():
+    for choice in choices[0].isfinite().nonzero().squeeze(1).tolist():
+        token_id = vocabulary.draft_token_id(choice)
+        assert method == "string" or list(context.to_target([token_id], 4)) == [choice]
         for sent in context.to_target([token_id], 4):
             assert 0 <= sent < target.vocab_size
             assert sent in mapping.target.token_bytes or sent in mapping.markers

@@ -21,7 +21,7 @@ def sessions() -> list[DraftRows]:
             Session("v", number, [1, 2], num_ids=10, num_wanted=4),
             SharedContext([1, 2]),
             kv_cache.new_sequence(),
-            num_draftable_ids=10,
+            num_choices=10,
             prefill_length=0,
             max_length=64,
         )

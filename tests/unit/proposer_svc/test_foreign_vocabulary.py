@@ -3,7 +3,7 @@
 import pytest
 
 from proposer_svc.draft_vocabulary import DraftContext
-from proposer_svc.foreign_vocabulary import ForeignVocabulary
+from proposer_svc.foreign_vocabulary import FOREIGN_VOCABULARIES
 from proposer_svc.session_table import Session
 from specgw.types import ModelDescription
 from specgw.vocab_mapping import VocabMapping, map_vocabs
@@ -18,7 +18,7 @@ def mapping(target: str = TARGET, draft: str = DRAFT) -> VocabMapping:
 
 def open_context(mapped: VocabMapping, method: str, text: bytes = b"the dog") -> DraftContext:
     context = mapped.target.encode(text).ids
-    return ForeignVocabulary(mapped, method, "").open_context(Session("v", 1, context, 1024))
+    return FOREIGN_VOCABULARIES[method](mapped, "").open_context(Session("v", 1, context, 1024))
 
 
 def described(fingerprint: str, vocab_size: int = 1024) -> ModelDescription:
@@ -67,7 +67,7 @@ def test_the_end_of_the_text_is_the_targets_end() -> None:
 
 @pytest.mark.parametrize("method", ["token", "string"])
 def test_a_target_with_another_vocabulary_than_the_configured_one_is_refused(method: str) -> None:
-    vocabulary = ForeignVocabulary(mapping(), method, "a" * 64)
+    vocabulary = FOREIGN_VOCABULARIES[method](mapping(), "a" * 64)
 
     assert vocabulary.mismatches(described("a" * 64)) == []
     assert vocabulary.mismatches(described("")) == []
