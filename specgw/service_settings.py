@@ -1,10 +1,11 @@
 """What is specgw's own in the configuration: each service's settings, under `specgw:`."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, FilePath
 
 from specgw.config_rules import Frozen
+from specgw.fallback_settings import FallbackProposer
 
 PositiveInt = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
@@ -67,8 +68,11 @@ class VerifierSettings(Frozen):
     three times as long, by the times measured."""
     draft_timeout_s: Seconds = 1.0
     """Longest wait for a block. Usually it is far shorter: it follows the proposer's answers."""
+    draft_length: Literal["auto", "fixed"] = "auto"
+    """How many tokens are drafted: as many as pay by what is measured, or always the most."""
     wait_for_slow_drafts: bool = False
-    """Waits for a proposer even if its blocks take longer than they can save. For tests."""
+    """Waits for a proposer even if its blocks take longer than they can save. For tests; implies
+    `draft_length: fixed`."""
     logits_processors: tuple[str, ...] = ()
     """Your own changes to logits, `package.module:Class`; `docs/sampling.md` has the interface."""
     drain_grace_s: Seconds = 30.0
@@ -126,6 +130,8 @@ class SpecgwSettings(Frozen):
     """The proposer's part."""
     simulation: SimulationSettings | None = None
     """Simulates both models' device: for load tests of everything else. None runs the models."""
+    fallback_proposer: FallbackProposer | None = None
+    """A lookup beside the proposer: it drafts when it has a long match, or no proposer answers."""
     tls: TlsSettings | None = None
     """Certificates for the connections between services. Unix sockets need none."""
     allow_insecure: bool = False

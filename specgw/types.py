@@ -38,6 +38,7 @@ class UndraftedReason(enum.Enum):
     RESYNC = "resync"
     EMPTY = "empty"
     ERROR = "error"
+    NO_GAIN = "no_gain"
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from specgw.types import (
     TokenLogprobs,
     UndraftedReason,
 )
+from verifier_svc.draft_length import SessionHistory
 from verifier_svc.logits_processors import RowProcessors
 
 
@@ -72,6 +73,8 @@ class Session:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     cache: SequenceCache | None = None
     draft: DraftState = field(default_factory=DraftState)
+    history: SessionHistory = field(default_factory=SessionHistory)
+    local_history: SessionHistory = field(default_factory=SessionHistory)
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
     num_reused: int | None = None  # rows it began with; none before, and without a prefix cache
     has_started: bool = False

@@ -11,7 +11,7 @@ from torch import Tensor
 from specgw.engine.kv_cache import SequenceCache
 from specgw.engine.logprobs import token_logprobs
 from specgw.engine.model_runner import ModelRunner, SequenceChunk
-from specgw.engine.sampling import RowSampling, sample
+from specgw.engine.sampling import RowSampling, argmax, sample
 from specgw.errors import SpecgwError
 from specgw.grammar import GrammarMatcher
 from specgw.types import GenerateRequest, SamplingParams, TokenLogprobs
@@ -99,7 +99,7 @@ class Verifier:
     def verify(self, batch: Sequence[VerifyRows]) -> list[Verified]:
         """Runs one forward pass and leaves exactly the accepted tokens in every cache."""
         logits, hidden = self._forward(batch)
-        most_probable = logits.argmax(-1).tolist()
+        most_probable = argmax(logits).tolist()
         results = []
         first = 0
         for rows in batch:
