@@ -6,7 +6,6 @@ from typing import Any
 
 import click
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -59,12 +58,9 @@ class Reference:
 def reference(target: PreTrainedModel, prompts: Tensor, num_new_tokens: int) -> Reference:
     """Lets the target answer prompts, [num_prompts, prompt_length]."""
     prompt_length = prompts.shape[1]
-    token_ids = continue_greedily(target, prompts, num_new_tokens, stops=True).cpu()
-    end_ids = target.generation_config.eos_token_id
-    end_ids = torch.tensor([] if end_ids is None else end_ids).reshape(-1)
-    width = prompt_length + num_new_tokens - token_ids.shape[1]
-    # Only continuations that have ended are short: what is added is beyond their end.
-    token_ids = F.pad(token_ids, (0, width), value=int(end_ids[0]) if len(end_ids) else 0)
+    token_ids = continue_greedily(target, prompts, num_new_tokens).token_ids
+    config: Any = target.generation_config
+    end_ids = torch.tensor([] if config.eos_token_id is None else config.eos_token_id).reshape(-1)
     ended = torch.isin(token_ids[:, prompt_length:], end_ids)
     ended = torch.cat((ended, torch.ones_like(ended[:, :1])), dim=1)
     return Reference(token_ids, prompt_length, ended.int().argmax(dim=1).tolist())

@@ -4,14 +4,14 @@ A draft is judged on text that the target writes, so it learns best from text th
 writes. Without a target it learns the text as it is.
 """
 
+import inspect
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import Any
 
 import click
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 TOP = 12  # the target's most likely tokens kept for each position
 BATCH = 64
@@ -46,34 +46,35 @@ def load_or_generate(
     return Rollouts(*torch.load(path, weights_only=True))
 
 
-@torch.inference_mode()
 def generate(target: PreTrainedModel, prompts: Tensor, num_new_tokens: int) -> Rollouts:
     """Continues prompts, [num_rollouts, prompt_length], greedily and past any end of text."""
     parts = []
     with click.progressbar(torch.split(prompts, BATCH), label="rollouts") as batches:
         for batch in batches:
-            token_ids = continue_greedily(target, batch, num_new_tokens, stops=False)
-            logits = target(input_ids=token_ids).logits
-            opinion = logits.float().log_softmax(-1).topk(TOP, dim=-1)
-            parts.append((token_ids, opinion.indices.int(), opinion.values.half()))
-    return Rollouts(*(torch.cat(part).cpu() for part in zip(*parts, strict=True)))
+            parts.append(astuple(continue_greedily(target, batch, num_new_tokens, TOP)))
+    return Rollouts(*(torch.cat(part) for part in zip(*parts, strict=True)))
 
 
 @torch.inference_mode()
-def continue_greedily(model: Any, prompts: Tensor, num_new_tokens: int, *, stops: bool) -> Tensor:
-    """Returns prompts and continuations, [batch, prompt_length + num_new_tokens or less]."""
-    end_id = model.generation_config.eos_token_id if stops else None
-    first_end = end_id[0] if isinstance(end_id, list) else end_id
-    config: Any = GenerationConfig(  # type: ignore[no-untyped-call]
-        max_new_tokens=num_new_tokens,
-        do_sample=False,
-        eos_token_id=end_id,
-        pad_token_id=0 if first_end is None else first_end,
+def continue_greedily(
+    model: PreTrainedModel, prompts: Tensor, num_new_tokens: int, top: int = 1
+) -> Rollouts:
+    """Continues prompts of one length by argmax alone: none of the model's generation defaults."""
+    cache = DynamicCache(config=model.config)
+    takes_cache = "cache" in inspect.signature(type(model).forward).parameters
+    name = "cache" if takes_cache else "past_key_values"  # what transformers called it before
+    token_ids, opinions = [prompts.to(model.device)], []
+    while True:
+        logits = model(input_ids=token_ids[-1], use_cache=True, **{name: cache}).logits
+        opinions.append(logits.float().log_softmax(-1).topk(top, dim=-1))
+        if len(opinions) > num_new_tokens:
+            break
+        token_ids.append(opinions[-1].indices[:, -1:, 0])
+    return Rollouts(
+        torch.cat(token_ids, dim=1).cpu(),
+        torch.cat([opinion.indices for opinion in opinions], dim=1).int().cpu(),
+        torch.cat([opinion.values for opinion in opinions], dim=1).half().cpu(),
     )
-    prompts = prompts.to(model.device)
-    mask = torch.ones_like(prompts)
-    generated: Tensor = model.generate(prompts, attention_mask=mask, generation_config=config)
-    return generated
 
 
 def as_written(windows: Tensor) -> Rollouts:
