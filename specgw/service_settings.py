@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, FilePath
 
 from specgw.config_rules import Frozen
+from specgw.fallback_settings import FallbackProposer
 
 PositiveInt = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
@@ -95,6 +96,9 @@ class ProposerSettings(Frozen):
     """Part of `gpu_memory_utilization` for the draft when `specgw serve` starts both services."""
     max_sessions: PositiveInt = 64
     """Most sessions over all verifiers; others decode without drafts."""
+    max_draft_support: PositiveInt = 64
+    """Most tokens of a draft law: with `draft_sample_method: probabilistic` laws are cut to so many
+    before they are drawn from."""
     max_num_batched_tokens: PositiveInt = 2048
     """Most input rows in one forward pass."""
     drain_grace_s: Seconds = 5.0
@@ -129,6 +133,8 @@ class SpecgwSettings(Frozen):
     """The proposer's part."""
     simulation: SimulationSettings | None = None
     """Simulates both models' device: for load tests of everything else. None runs the models."""
+    fallback_proposer: FallbackProposer | None = None
+    """A lookup beside the proposer: it drafts when it has a long match, or no proposer answers."""
     tls: TlsSettings | None = None
     """Certificates for the connections between services. Unix sockets need none."""
     allow_insecure: bool = False
