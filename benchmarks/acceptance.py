@@ -15,8 +15,9 @@ from typing import Any
 import click
 from tokenizers import Tokenizer
 
-from specgw.llm import LLM, RequestOutput
+from specgw.llm import LLM
 from specgw.model_files import resolve_model
+from specgw.request_output import RequestOutput
 from specgw.types import SamplingParams
 from tools.tiny.evaluation import held_out_prompts
 
