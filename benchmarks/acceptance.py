@@ -15,6 +15,7 @@ from typing import Any
 import click
 from tokenizers import Tokenizer
 
+from proposer_svc.proposer import RoundCounts
 from specgw.llm import LLM
 from specgw.model_files import resolve_model
 from specgw.request_output import RequestOutput
@@ -35,6 +36,8 @@ class Method:
 
 METHODS = (
     Method("AR", {"model": "tiny/draft"}),
+    Method("n-gram", {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}),
+    Method("suffix", {"method": "suffix"}),
     Method("PARD", {"model": "tiny/pard", "parallel_drafting": True}),
 )
 
@@ -135,8 +138,7 @@ def measure(
     for one in stats:
         for position, count in enumerate(one.accepted_per_position):
             counts[position] += count
-    assert llm.proposer is not None
-    proposed = llm.proposer.rounds
+    proposed = llm.proposer.rounds if llm.proposer is not None else RoundCounts()
     return Row(
         method=method.name,
         draft_tokens=draft_tokens,

@@ -24,6 +24,8 @@ from gateway.tokenizer import Tokenizer, load_tokenizer
 from specgw.config import EngineArgs, load_config
 from specgw.errors import ConfigError
 from specgw.exit_codes import exit_on_config_error
+from specgw.grammar import GrammarCompiler
+from specgw.grammar_worker import GrammarWorker
 from specgw.handshake import verifier_mismatches
 from specgw.model_files import resolve_model
 from specgw.server import ServiceServer, drain_requested
@@ -81,8 +83,17 @@ async def serving(
         on_reopen=metrics.reopened.inc,
         on_change=admission.grant,
     )
+    # Which tokens there are decides; how many rows the model has, and how it ends, does not.
+    grammars = GrammarWorker(
+        GrammarCompiler(tokenizer.backend.to_str, 0, [tokenizer.eos_token_id or 0])
+    )
     builder = RequestBuilder(
-        router, args.max_model_len, args.max_draft_tokens, args.max_logprobs, args.seed
+        router,
+        grammars,
+        args.max_model_len,
+        args.max_draft_tokens,
+        args.max_logprobs,
+        args.seed,
     )
     generator = TextGenerator(tokenizer, router, admission, metrics, settings.request_timeout_s)
     defaults = load_sampling_defaults(resolve_model(args.model))
@@ -109,6 +120,7 @@ async def serving(
         reporting.cancel()
         await asyncio.wait([reporting])
         await router.stop()
+        grammars.stop()
 
 
 def _build_grpc_server(args: EngineArgs, service: GatewayService) -> ServiceServer | None:

@@ -42,6 +42,7 @@ from gateway.openai_types import (
     TokenizeRequest,
 )
 from gateway.request_builder import DEFAULT_COMPLETION_TOKENS, FieldNames, RequestBuilder
+from gateway.response_format import renamed
 from gateway.tokenizer import Tokenizer
 from specgw import __version__
 from specgw.config import EngineArgs
@@ -72,7 +73,7 @@ class OpenAIApi:
     async def completions(self, request: Request) -> Response:
         body = await _parse(request, CompletionRequest)
         model = self._served(body.model)
-        params = self._sampling_params(body)
+        params = await self._sampling_params(body)
         request_id = _request_id(request, body.request_id)
         self._check_count(len(body.prompts), params.n)
         generations: list[GenerateRequest] = []
@@ -108,7 +109,7 @@ class OpenAIApi:
     async def chat_completions(self, request: Request) -> Response:
         body = await _parse(request, ChatCompletionRequest)
         model = self._served(body.model)
-        params = self._sampling_params(body)
+        params = await self._sampling_params(body)
         request_id = _request_id(request, body.request_id)
         self._check_count(1, params.n)
         generation = self._builder.build(
@@ -184,8 +185,14 @@ class OpenAIApi:
         text = await self._tokenizer.render_chat(messages, body.template_options())
         return await self._tokenizer.encode(text, add_special_tokens=body.add_special_tokens)
 
-    def _sampling_params(self, body: CompletionRequest | ChatCompletionRequest) -> SamplingParams:
+    async def _sampling_params(
+        self, body: CompletionRequest | ChatCompletionRequest
+    ) -> SamplingParams:
         params = body.sampling_params(self._sampling_defaults)
+        try:
+            await self._builder.check(params)
+        except InvalidRequest as error:
+            raise (error if body.response_format is None else renamed(error)) from None
         return self._tokenizer.with_bad_words(params)
 
     def _format_options(

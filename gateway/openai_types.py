@@ -10,7 +10,9 @@ from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from gateway.response_format import ResponseFormat, StructuredOutputs, renamed
 from specgw.errors import InvalidRequest
+from specgw.structured_outputs import StructuredOutputsParams
 from specgw.types import SamplingParams
 
 TokenId = Annotated[int, Field(ge=0)]
@@ -33,16 +35,11 @@ _PLAIN_PARAMS = (
 
 _OFF: tuple[object, ...] = (None, False)
 _EMPTY: tuple[object, ...] = (None, [], {}, "")
-_TEXT: tuple[object, ...] = (None, {"type": "text"})
 
 # Fields that change the output and are not implemented, each with the values that change nothing.
 _NOT_IMPLEMENTED: dict[str, tuple[object, ...]] = {
     "best_of": (None, 1),
     "early_stopping": _OFF,
-    "guided_choice": _EMPTY,
-    "guided_grammar": _EMPTY,
-    "guided_json": (None,),
-    "guided_regex": _EMPTY,
     "kv_transfer_params": _EMPTY,
     "length_penalty": (None, 1),
     "logits_processors": _EMPTY,
@@ -51,14 +48,22 @@ _NOT_IMPLEMENTED: dict[str, tuple[object, ...]] = {
     "min_p": (None, 0),
     "prompt_embeds": (None,),
     "repetition_detection": (None,),
-    "response_format": _TEXT,
     "spaces_between_special_tokens": (None, True),
-    "structured_outputs": _EMPTY,
     "thinking_token_budget": (None, -1),
     "truncate_prompt_tokens": (None,),
     "use_beam_search": _OFF,
     "vllm_xargs": _EMPTY,
     "watermarking": _OFF,
+}
+
+# Fields that vLLM has replaced, each with what says the same now.
+_REPLACED = {
+    "guided_json": "structured_outputs.json",
+    "guided_regex": "structured_outputs.regex",
+    "guided_choice": "structured_outputs.choice",
+    "guided_grammar": "structured_outputs.grammar",
+    "guided_whitespace_pattern": "structured_outputs.whitespace_pattern",
+    "guided_decoding_backend": "nothing: there is one",
 }
 
 
@@ -92,6 +97,8 @@ class _Request(BaseModel):
     request_id: str | None = None
     return_token_ids: bool | None = None
     num_speculative_tokens: int | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     n: Annotated[int, Field(ge=1)] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
@@ -109,9 +116,15 @@ class _Request(BaseModel):
     @model_validator(mode="after")
     def _refuse_by_name(self) -> Self:
         for name, value in (self.model_extra or {}).items():
+            if name in _REPLACED and value is not None:
+                rule = f"is no longer a field; what replaces it is {_REPLACED[name]}"
+                raise InvalidRequest(name, value, rule)
             neutral = self.not_implemented.get(name)
             if neutral is not None and value not in neutral:
                 raise InvalidRequest(name, value, "is not implemented, so it must be left out")
+        if self.structured_outputs is not None and self.response_format is not None:
+            rule = "cannot be set with structured_outputs"
+            raise InvalidRequest("response_format", self.response_format.type, rule)
         if self.stream_options is not None and not self.stream:
             given = self.stream_options.model_dump()
             raise InvalidRequest("stream_options", given, "is only allowed with stream=true")
@@ -137,6 +150,15 @@ class _Request(BaseModel):
             self.stream_options and self.stream_options.continuous_usage_stats
         )
 
+    def constraint(self) -> StructuredOutputsParams | None:
+        """Returns what the text of the output must be; none if it may be any."""
+        if self.response_format is not None:
+            try:
+                return self.response_format.constraint()
+            except InvalidRequest as error:
+                raise renamed(error) from None
+        return self.structured_outputs
+
     def sampling_params(self, defaults: Mapping[str, float]) -> SamplingParams:
         """Returns how to sample: the request's values, else the model's, else OpenAI's."""
         chosen = {
@@ -148,6 +170,7 @@ class _Request(BaseModel):
             seed=None if self.seed == -1 else self.seed,
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
             stop_token_ids=tuple(self.stop_token_ids or ()),
+            structured_outputs=self.constraint(),
             logit_bias=bias,
             bad_words=tuple(self.bad_words or ()),
             allowed_token_ids=(

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from gateway.routing import Router
 from specgw.errors import InvalidRequest, NotReady
+from specgw.grammar_worker import GrammarWorker
 from specgw.types import GenerateRequest, ModelDescription, SamplingParams
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default where the prompt is not a chat
@@ -27,6 +28,7 @@ class RequestBuilder:
 
     Args:
         router: Knows the target model.
+        grammars: Knows what constraints its vocabulary can keep to.
         max_model_len: Longest context as configured; the verifiers' own limit holds as well.
         max_draft_tokens: Most draft tokens per round as configured.
         max_logprobs: Most log probabilities for one token that may be asked for.
@@ -36,12 +38,14 @@ class RequestBuilder:
     def __init__(
         self,
         router: Router,
+        grammars: GrammarWorker,
         max_model_len: int | None,
         max_draft_tokens: int,
         max_logprobs: int,
         seed: int,
     ) -> None:
         self._router = router
+        self._grammars = grammars
         self._max_model_len = max_model_len
         self._max_draft_tokens = max_draft_tokens
         self._max_logprobs = max_logprobs
@@ -58,6 +62,15 @@ class RequestBuilder:
         model = self._router.target_model
         limits = (self._max_model_len, model.max_model_len if model else None)
         return min((limit for limit in limits if limit is not None), default=None)
+
+    async def check(self, params: SamplingParams) -> None:
+        """Refuses a constraint that no output can keep to, before a verifier hears of it.
+
+        Raises:
+            InvalidRequest: naming the field, its value and what is wrong with it.
+        """
+        if params.structured_outputs is not None:
+            await self._grammars.check(params.structured_outputs)
 
     def build(
         self,

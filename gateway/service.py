@@ -26,6 +26,7 @@ from specgw.wire import (
     model_description_to_pb,
     sampling_params_from_pb,
     speculation_stats_to_pb,
+    structured_outputs_from_pb,
     token_ids_from_pb,
     token_ids_to_pb,
     token_logprobs_to_pb,
@@ -112,10 +113,14 @@ class GatewayService(gateway_pb2_grpc.GatewayServiceServicer):
             sampling_params_from_pb(request.sampling_params),
             stop=tuple(request.stop),
             skip_special_tokens=not request.keep_special_tokens,
+            structured_outputs=structured_outputs_from_pb(request.structured_outputs)
+            if request.HasField("structured_outputs")
+            else None,
             bad_words=tuple(request.bad_words),
             include_stop_str_in_output=request.include_stop_str_in_output,
         )
         params = self._tokenizer.with_bad_words(params)
+        await self._builder.check(params)
         if request.HasField("prompt_token_ids"):
             names = FieldNames("prompt_token_ids", "max_draft_tokens")
             prompt_token_ids = token_ids_from_pb(request.prompt_token_ids, names.prompt)

@@ -81,6 +81,9 @@ class DraftModelDrafter:
     def close(self, session: Session) -> None:
         self._rows.pop(session).cache.release()
 
+    def enter_thread(self) -> None:
+        torch.get_num_threads()  # without this call, OpenMP ignores torch's setting in this thread
+
     def has_work(self) -> bool:
         return any(rows.has_work for rows in self._rows.values())
 

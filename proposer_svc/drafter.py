@@ -71,6 +71,9 @@ class Drafter(Protocol):
     def close(self, session: Session) -> None:
         """Frees all that it keeps for a session."""
 
+    def enter_thread(self) -> None:
+        """Called once by the thread that will call all else, if another one built it."""
+
     def has_work(self) -> bool:
         """Whether `step` has something to do."""
 

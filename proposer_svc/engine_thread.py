@@ -13,8 +13,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-import torch
-
 from proposer_svc.metrics import ProposerMetrics
 from proposer_svc.proposer import ProposerCore, ProposerLoad
 from specgw.errors import Cancelled, NotReady, SpecgwError
@@ -87,7 +85,7 @@ class EngineThread:
         self._inbox.put(functools.partial(self._disconnect, stream))
 
     def _run(self) -> None:
-        torch.get_num_threads()  # without this call, OpenMP ignores torch's setting in this thread
+        self._proposer.enter_thread()
         while not self._is_stopped:
             try:
                 self._run_batch()

@@ -9,17 +9,13 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from proposer_svc.draft_model import DraftModelDrafter
-from proposer_svc.draft_vocabulary_choice import build_vocabulary
 from proposer_svc.drafter import Draft, Drafter
-from proposer_svc.parallel_draft import ParallelDrafter
+from proposer_svc.lookup import LookupDrafter
 from proposer_svc.session_table import Session, SessionTable
 from specgw.config import EngineArgs
-from specgw.engine.loading import draft_options, load_model
 from specgw.errors import ConfigError, IncompatibleModels
 from specgw.handshake import greeting_mismatches
-from specgw.model_checks import resolve_mask_token, trained_draft_tokens
-from specgw.model_files import read_config, resolve_model
+from specgw.lookup.method import DEFAULT_MAX_MODEL_LEN, LOOKUP_METHODS, build_lookup
 from specgw.slots import extra_slots, kv_lookahead
 from specgw.types import (
     Commit,
@@ -57,26 +53,25 @@ def build_proposer(args: EngineArgs) -> "ProposerCore":
     """
     if args.speculative_config is None:
         raise ConfigError(["speculative_config: a proposer needs one: it names the draft model"])
-    max_sessions = args.specgw.proposer.max_sessions
-    return ProposerCore(_build_drafter(args), args.max_draft_tokens, max_sessions)
+    is_lookup = args.speculative_config.method in LOOKUP_METHODS
+    drafter = _lookup_drafter(args) if is_lookup else _load_model_drafter(args)
+    return ProposerCore(drafter, args.max_draft_tokens, args.specgw.proposer.max_sessions)
 
 
-def _build_drafter(args: EngineArgs) -> Drafter:
-    config = args.speculative_config
+def _load_model_drafter(args: EngineArgs) -> Drafter:
+    from proposer_svc.model_drafter import load_model_drafter  # takes torch along
+
+    return load_model_drafter(args)
+
+
+def _lookup_drafter(args: EngineArgs) -> Drafter:
+    config, settings = args.speculative_config, args.specgw.proposer
     assert config is not None
-    runner = load_model(draft_options(args))
-    vocabulary = build_vocabulary(args, runner.description)
-    batched_tokens = args.specgw.proposer.max_num_batched_tokens
-    if not config.parallel_drafting:
-        return DraftModelDrafter(runner, batched_tokens, vocabulary)
-    checkpoint = read_config(resolve_model(config.model))
-    return ParallelDrafter(
-        runner,
-        batched_tokens,
-        vocabulary,
-        mask_token_id=resolve_mask_token(config.model, checkpoint, runner.vocab_size),
-        max_draft_tokens=args.max_draft_tokens,
-        num_trained_tokens=trained_draft_tokens(checkpoint),
+    return LookupDrafter(
+        build_lookup(config),
+        settings.max_sessions,
+        settings.max_num_batched_tokens,
+        config.max_model_len or args.max_model_len or DEFAULT_MAX_MODEL_LEN,
     )
 
 
@@ -142,6 +137,10 @@ class ProposerCore:
         for session_id in step.close:
             self._table.remove(verifier_id, session_id)
         return refusals
+
+    def enter_thread(self) -> None:
+        """Called once by the thread that will own the core, if another one built it."""
+        self._drafter.enter_thread()
 
     def has_work(self) -> bool:
         return self._drafter.has_work()

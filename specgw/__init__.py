@@ -1,15 +1,16 @@
 """specgw: split speculative decoding as a service.
 
-`LLM` and `SamplingParams` are resolved on first use, so that importing the package stays light.
+What users import is resolved on first use, so that importing the package stays light.
 """
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from specgw.llm import LLM as LLM
+    from specgw.structured_outputs import StructuredOutputsParams as StructuredOutputsParams
     from specgw.types import SamplingParams as SamplingParams
 
-__all__ = ["LLM", "SamplingParams"]
+__all__ = ["LLM", "SamplingParams", "StructuredOutputsParams"]
 __version__ = "0.1.0"
 
 
@@ -22,4 +23,8 @@ def __getattr__(name: str) -> Any:
         from specgw.types import SamplingParams
 
         return SamplingParams
+    if name == "StructuredOutputsParams":
+        from specgw.structured_outputs import StructuredOutputsParams
+
+        return StructuredOutputsParams
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -25,6 +25,10 @@ from specgw.vocab import tokenizer_size, vocab_fingerprint
 from specgw.vocab_mapping import Coverage
 
 _HIDDEN = "(hidden)"
+_WITHOUT_PROPOSER = (
+    "no proposer is started or asked: the verifier itself drafts, since the method has no model "
+    "and specgw.verifier.proposers names none"
+)
 _ABOUT_MODELS = ("model", "speculative_config", *ALIASES)
 # What is looked at if the whole is not valid: the first of these that is.
 _MODEL_KEYS = (
@@ -58,7 +62,8 @@ class Budget:
         max_num_batched_tokens: Input rows in one step.
         kv_lookahead: KV slots of a request beyond its tokens.
         kv_cache_tokens: Size of the KV cache: as configured, else full contexts for everybody,
-            which a machine with less memory cuts down. None if the context's length is unknown.
+            which a machine with less memory cuts down. None if the context's length is unknown,
+            and without a model.
         kv_bytes_per_token: Bytes of keys and values of one token. None if unknown.
     """
 
@@ -128,7 +133,7 @@ class Report:
         if self.args is None:
             return []
         budgets = [_verifier_budget(self.args, self.pair)]
-        if self.args.speculative_config is not None:
+        if self.args.speculative_config is not None and not self.args.drafts_locally:
             budgets.append(_proposer_budget(self.args, self.pair))
         return budgets
 
@@ -180,6 +185,8 @@ def check(
     if args is None:
         return report
     report.notices += without_effect(args)
+    if args.drafts_locally:
+        report.notices.append(_WITHOUT_PROPOSER)
     if with_models(args):
         try:
             report.pair = read_models(args)
@@ -250,6 +257,7 @@ def _proposer_budget(args: EngineArgs, pair: ModelPair | None) -> Budget:
     assert config is not None  # or there is no proposer
     draft = pair.draft if pair else None
     lengths = [config.max_model_len, args.max_model_len, draft.max_model_len if draft else None]
+    kv_cache_tokens = settings.kv_cache_tokens or _full_contexts(settings.max_sessions, lengths)
     return Budget(
         service="proposer",
         model=config.model,
@@ -257,7 +265,7 @@ def _proposer_budget(args: EngineArgs, pair: ModelPair | None) -> Budget:
         rows_per_request=1 + draft_slots(config).extra_rows,
         max_num_batched_tokens=settings.max_num_batched_tokens,
         kv_lookahead=draft_slots(config).kv_lookahead,
-        kv_cache_tokens=settings.kv_cache_tokens or _full_contexts(settings.max_sessions, lengths),
+        kv_cache_tokens=kv_cache_tokens if config.has_draft_checkpoint else None,
         kv_bytes_per_token=draft.kv_bytes_per_token(args.dtype) if draft else None,
     )
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field
 
 from specgw.config_rules import Rule, Ruled
+from specgw.lookup.method import LOOKUP_METHODS
 from specgw.service_settings import SpecgwSettings
 from specgw.slots import extra_slots
 from specgw.speculative_config import DRAFT_MODEL_METHODS, PositiveInt, SpeculativeConfig
@@ -194,6 +195,13 @@ class EngineArgs(Ruled):
         """Most draft tokens in one round; 0 without speculation."""
         config = self.speculative_config
         return config.num_speculative_tokens if config else 0
+
+    @property
+    def drafts_locally(self) -> bool:
+        """Whether the verifier itself runs the method: one without a model, and no proposer."""
+        config = self.speculative_config
+        is_lookup = config is not None and config.method in LOOKUP_METHODS
+        return is_lookup and not self.specgw.verifier.proposers
 
     @property
     def served_model_names(self) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ from proposer_svc.proposer import build_proposer
 from specgw.config import parse_config
 from specgw.engine.loading import load_model, target_options
 from specgw.errors import SpecgwError
+from specgw.grammar import GrammarMatcher, compiler_for
 from specgw.handshake import build_hello
 from specgw.link import InProcessLink
 from specgw.request_output import (
@@ -35,6 +36,7 @@ from specgw.types import (
 )
 from verifier_svc.custom_processors import load_processors
 from verifier_svc.drafting import Drafting
+from verifier_svc.local_drafts import build_local_drafts
 from verifier_svc.scheduler import Scheduler, SchedulerLimits
 from verifier_svc.session import check_request
 from verifier_svc.verifier import Verifier
@@ -61,7 +63,8 @@ class LLM:
         settings = args.specgw.verifier
         self._tokenizer = load_tokenizer(args.tokenizer_path)
         self._runner = load_model(target_options(args))
-        self.proposer = build_proposer(args) if args.speculative_config is not None else None
+        has_proposer = args.speculative_config is not None and not args.drafts_locally
+        self.proposer = build_proposer(args) if has_proposer else None
         self._links = [] if self.proposer is None else [InProcessLink(self.proposer)]
         # In one thread a block is there when it is asked for: there is nothing to wait for.
         drafting = Drafting(
@@ -69,6 +72,7 @@ class LLM:
             self._runner.vocab_size,
             settings.draft_timeout_s,
             wait_for_slow_drafts=True,
+            local=build_local_drafts(args, self._runner.max_model_len),
         )
         self._scheduler = Scheduler(
             Verifier(
@@ -83,6 +87,9 @@ class LLM:
                 max_prefill_tokens_beside_decodes=args.max_num_batched_tokens,  # nobody watches
             ),
             self._deliver,
+        )
+        self._grammars = compiler_for(
+            args.tokenizer_path, self._runner.vocab_size, self._runner.eos_token_ids
         )
         self._max_logprobs = args.max_logprobs
         self._seeds = random.Random(args.seed)
@@ -132,7 +139,7 @@ class LLM:
         runner = self._runner
         check_request(request, runner.max_model_len, runner.vocab_size, (), self._max_logprobs)
         return [
-            _Answer(request.request_id, sample, text, self._tokenizer)
+            _Answer(request.request_id, sample, text, self._tokenizer, self._grammars.start(sample))
             for sample in request.samples()
         ]
 
@@ -152,7 +159,7 @@ class LLM:
         seed = answer.request.sampling_params.seed
         assert seed is not None
         self._answers[session_id] = answer
-        self._scheduler.inbox.submit(session_id, answer.request, seed)
+        self._scheduler.inbox.submit(session_id, answer.request, seed, answer.grammar)
 
     def _deliver(self, outputs: Sequence[tuple[int, GenerateOutput | SpecgwError]]) -> None:
         for session_id, output in outputs:
@@ -170,11 +177,17 @@ class _Answer:
     """One sample's output as it grows."""
 
     def __init__(
-        self, request_id: str, request: GenerateRequest, prompt: str | None, tokenizer: Tokenizer
+        self,
+        request_id: str,
+        request: GenerateRequest,
+        prompt: str | None,
+        tokenizer: Tokenizer,
+        grammar: GrammarMatcher | None,
     ) -> None:
         self.request_id = request_id
         self.request = request
         self.prompt = prompt
+        self.grammar = grammar
         self.speculation = SpeculationStats()
         self._detokenizer = Detokenizer(tokenizer.backend, request, tokenizer.eos_token_id)
         self._text_of = tokenizer.text_of

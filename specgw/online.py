@@ -65,7 +65,7 @@ async def ask_services(
     settings = args.specgw
     verifiers = settings.gateway.verifiers or (settings.verifier.listen,)
     proposers: Sequence[str] = ()
-    if args.speculative_config is not None:
+    if args.speculative_config is not None and not args.drafts_locally:
         proposers = settings.verifier.proposers or (settings.proposer.listen,)
     questions = [
         _ask_gateway(args, timeout_s),

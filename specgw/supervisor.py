@@ -134,7 +134,7 @@ class Child:
 
 @contextlib.asynccontextmanager
 async def embedded_services(args: EngineArgs) -> AsyncIterator[Sequence[Child]]:
-    """Runs a verifier and, with speculation, a proposer, in that order, and yields them.
+    """Runs a verifier and, if the method has a model, a proposer, in that order; yields them.
 
     Raises:
         ChildFailed: if one of them cannot be started.
@@ -158,7 +158,7 @@ async def embedded_services(args: EngineArgs) -> AsyncIterator[Sequence[Child]]:
 def _child_specs(args: EngineArgs, directory: Path) -> list[ChildSpec]:
     """Writes each child's configuration. On a GPU the two share what the user lets specgw have."""
     verifier, proposer = f"unix:{directory}/verifier.sock", f"unix:{directory}/proposer.sock"
-    if args.speculative_config is None:
+    if args.speculative_config is None or args.drafts_locally:
         config = _child_config(args, 1.0, verifier={"listen": verifier, "proposers": []})
         return [_child_spec(directory, "verifier", verifier, config)]
     share = args.specgw.proposer.embedded_memory_share

@@ -29,7 +29,12 @@ class Supported:
 _IN = "speculative_config"
 SUPPORTED = (
     Supported("tensor_parallel_size", (1,), "{value} GPUs for one model", "1"),
-    Supported(f"{_IN}.method", ("draft_model",), "{value}", "draft_model"),
+    Supported(
+        f"{_IN}.method",
+        ("draft_model", "ngram", "suffix"),
+        "{value}",
+        "draft_model, ngram and suffix",
+    ),
     Supported(f"{_IN}.draft_sample_method", ("greedy",), "{value} drafts", "greedy"),
     Supported(f"{_IN}.rejection_sample_method", ("standard",), "{value} verification", "standard"),
     Supported(

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 
 from specgw.errors import InvalidRequest
+from specgw.structured_outputs import StructuredOutputsParams
 
 PROTOCOL_VERSION = 1
 SIMULATED_DEVICE = "simulated"
@@ -72,6 +73,7 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    structured_outputs: StructuredOutputsParams | None = None
     n: int = 1
     include_stop_str_in_output: bool = False
     detokenize: bool = True
@@ -289,11 +291,16 @@ class VerifierInfo:
 
 @dataclass(frozen=True, slots=True)
 class OpenSession:
-    """Begins a session from the whole context, or begins it anew."""
+    """Begins a session from the whole context, or begins it anew.
+
+    The first `prompt_length` tokens are the prompt; what follows them is `structured_outputs`.
+    """
 
     session_id: int
     token_ids: Sequence[int]
     cache_salt: str = ""
+    structured_outputs: StructuredOutputsParams | None = None
+    prompt_length: int = 0
 
 
 @dataclass(frozen=True, slots=True)

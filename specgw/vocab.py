@@ -108,6 +108,18 @@ def _quoted(token: str | None) -> str:
     return "nothing" if token is None else repr(token)
 
 
+def tokenizer_json(model_dir: Path) -> str:
+    """Returns a tokenizer in the form of `tokenizer.json`; empty if there is none that has it."""
+    if (file := model_dir / "tokenizer.json").is_file():
+        return file.read_text(encoding="utf-8")
+    if any((model_dir / name).is_file() for name in _SLOW_TOKENIZER_FILES):
+        from transformers import AutoTokenizer  # slow to import, and hardly ever needed
+
+        backend = getattr(AutoTokenizer.from_pretrained(model_dir), "backend_tokenizer", None)
+        return "" if backend is None else str(backend.to_str())
+    return ""
+
+
 def _read_vocab(model_dir: Path) -> dict[str, int]:
     if (file := model_dir / "tokenizer.json").is_file():
         vocab: dict[str, int] = Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True)

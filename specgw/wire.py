@@ -5,10 +5,12 @@ lengths within the context) is checked by the service that has it.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from specgw.errors import InvalidRequest
+from specgw.structured_outputs import StructuredOutputsParams
 from specgw.types import (
     Commit,
     DraftBlock,
@@ -116,6 +118,37 @@ def sampling_params_to_pb(params: SamplingParams) -> types_pb2.SamplingParams:
         logprobs=params.logprobs,
         prompt_logprobs=params.prompt_logprobs,
     )
+
+
+def structured_outputs_from_pb(pb: types_pb2.StructuredOutputs) -> StructuredOutputsParams:
+    constraint = pb.WhichOneof("constraint")
+    return StructuredOutputsParams(
+        json=pb.json if constraint == "json" else None,
+        regex=pb.regex if constraint == "regex" else None,
+        choice=tuple(pb.choice.texts) if constraint == "choice" else None,
+        grammar=pb.grammar if constraint == "grammar" else None,
+        json_object=pb.json_object,
+        disable_any_whitespace=pb.disable_any_whitespace,
+        disable_additional_properties=pb.disable_additional_properties,
+        whitespace_pattern=pb.whitespace_pattern if pb.HasField("whitespace_pattern") else None,
+    )
+
+
+def structured_outputs_to_pb(
+    params: StructuredOutputsParams | None,
+) -> types_pb2.StructuredOutputs | None:
+    if params is None:
+        return None
+    pb = types_pb2.StructuredOutputs(
+        disable_any_whitespace=params.disable_any_whitespace,
+        disable_additional_properties=params.disable_additional_properties,
+        whitespace_pattern=params.whitespace_pattern,
+    )
+    if params.choice is not None:
+        pb.choice.texts.extend(params.choice)
+    else:
+        setattr(pb, params.constraint, getattr(params, params.constraint))
+    return pb
 
 
 def token_logprobs_from_pb(pb: types_pb2.TokenLogprobs, field: str) -> tuple[TokenLogprobs, ...]:
@@ -402,6 +435,8 @@ def propose_step_to_pb(step: ProposeStep) -> proposer_pb2.ProposeStep:
             proposer_pb2.OpenSession(
                 session_id=one.session_id,
                 token_ids=token_ids_to_pb(one.token_ids),
+                structured_outputs=structured_outputs_to_pb(one.structured_outputs),
+                prompt_length=one.prompt_length,
                 cache_salt=one.cache_salt,
             )
             for one in step.open
@@ -422,8 +457,16 @@ def propose_step_to_pb(step: ProposeStep) -> proposer_pb2.ProposeStep:
 def _open_session_from_pb(pb: proposer_pb2.OpenSession, field: str) -> OpenSession:
     _require_at_least(1, pb.session_id, f"{field}.session_id")
     _require_at_least(1, pb.token_ids.count, f"{field}.token_ids.count")
-    token_ids = token_ids_from_pb(pb.token_ids, f"{field}.token_ids")
-    return OpenSession(pb.session_id, token_ids, pb.cache_salt)
+    _require_at_least(0, pb.prompt_length, f"{field}.prompt_length")
+    return OpenSession(
+        pb.session_id,
+        token_ids_from_pb(pb.token_ids, f"{field}.token_ids"),
+        pb.cache_salt,
+        structured_outputs_from_pb(pb.structured_outputs)
+        if pb.HasField("structured_outputs")
+        else None,
+        pb.prompt_length,
+    )
 
 
 def _commit_from_pb(pb: proposer_pb2.Commit, field: str) -> Commit:
@@ -486,7 +529,12 @@ def generate_request_from_pb(pb: verifier_pb2.GenerateRequest) -> GenerateReques
     return GenerateRequest(
         request_id=pb.request_id,
         prompt_token_ids=token_ids_from_pb(pb.prompt_token_ids, "prompt_token_ids"),
-        sampling_params=sampling_params_from_pb(pb.sampling_params),
+        sampling_params=replace(
+            sampling_params_from_pb(pb.sampling_params),
+            structured_outputs=structured_outputs_from_pb(pb.structured_outputs)
+            if pb.HasField("structured_outputs")
+            else None,
+        ),
         output_token_ids=token_ids_from_pb(pb.output_token_ids, "output_token_ids"),
         proposer_address=pb.proposer_address,
         max_draft_tokens=pb.max_draft_tokens if pb.HasField("max_draft_tokens") else None,
@@ -502,6 +550,7 @@ def generate_request_to_pb(request: GenerateRequest) -> verifier_pb2.GenerateReq
         sampling_params=sampling_params_to_pb(request.sampling_params),
         proposer_address=request.proposer_address,
         max_draft_tokens=request.max_draft_tokens,
+        structured_outputs=structured_outputs_to_pb(request.sampling_params.structured_outputs),
         cache_salt=request.cache_salt,
     )
 

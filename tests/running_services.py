@@ -82,6 +82,7 @@ class RunningVerifier:
 
     service: VerifierService
     stub: "verifier_pb2_grpc.VerifierServiceAsyncStub"
+    address: str
 
     async def info(self) -> verifier_pb2.GetVerifierInfoResponse:
         """Returns what the verifier says of itself."""
@@ -146,7 +147,8 @@ async def running_verifier(
     await server.start()
     try:
         async with open_channel(server.addresses[0]) as channel:
-            yield RunningVerifier(service, verifier_pb2_grpc.VerifierServiceStub(channel))
+            stub = verifier_pb2_grpc.VerifierServiceStub(channel)
+            yield RunningVerifier(service, stub, server.addresses[0])
     finally:
         await server.stop(0)
         await service.stop()

@@ -1,6 +1,7 @@
 """Real tokenizers of a few hundred tokens, trained on a few lines."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import (
@@ -146,3 +147,13 @@ def token_id(tokenizer: Tokenizer, token: str) -> int:
     found = tokenizer.token_to_id(token)
     assert found is not None
     return int(found)
+
+
+def of_tokens(tokens: Sequence[str]) -> Tokenizer:
+    """Has exactly these tokens, in printable ASCII, and the end-of-sequence token last."""
+    vocab = {token.replace(" ", "Ġ"): index for index, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocab, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([EOS])
+    return tokenizer

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from specgw.engine.model_runner import ModelRunner
 from specgw.errors import SpecgwError
+from specgw.grammar import GrammarCompiler
 from specgw.link import ProposerLink
 from specgw.types import (
     FinishReason,
@@ -18,6 +19,7 @@ from specgw.types import (
 )
 from verifier_svc.custom_processors import CustomLogitsProcessor
 from verifier_svc.drafting import Drafting
+from verifier_svc.local_drafts import LocalDrafts
 from verifier_svc.scheduler import Scheduler, SchedulerLimits
 from verifier_svc.verifier import Verifier
 
@@ -60,10 +62,15 @@ class InlineVerifier:
         wait_for_slow_drafts: bool = True,
         draft_timeout_s: float = 10.0,
         custom_processors: Sequence[CustomLogitsProcessor] = (),
+        grammars: GrammarCompiler | None = None,
+        local: LocalDrafts | None = None,
     ) -> None:
         self.runner = runner
+        self.grammars = grammars
         self.answers: dict[int, Answer] = {}
-        self.drafting = Drafting(links, runner.vocab_size, draft_timeout_s, wait_for_slow_drafts)
+        self.drafting = Drafting(
+            links, runner.vocab_size, draft_timeout_s, wait_for_slow_drafts, local=local
+        )
         self.scheduler = Scheduler(
             Verifier(runner, custom_processors),
             self.drafting,
@@ -100,7 +107,8 @@ class InlineVerifier:
             max_draft_tokens=max_draft_tokens,
         )
         seed = session_id if params.seed is None else params.seed
-        self.scheduler.inbox.submit(session_id, request, seed)
+        grammar = self.grammars.start(request) if self.grammars else None
+        self.scheduler.inbox.submit(session_id, request, seed, grammar)
         return session_id
 
     def step(self, count: int = 1) -> None:
@@ -141,11 +149,14 @@ class InlineVerifier:
 
 
 def plain_answers(
-    runner: ModelRunner, prompts: Sequence[Sequence[int]], params: SamplingParams = GREEDY
+    runner: ModelRunner,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams = GREEDY,
+    grammars: GrammarCompiler | None = None,
 ) -> dict[tuple[int, ...], list[int]]:
     """Returns what the target says to each prompt alone, without speculation: the baseline."""
     answers = {}
     for prompt in prompts:
-        [answer] = InlineVerifier(runner).generate([prompt], params)
+        [answer] = InlineVerifier(runner, grammars=grammars).generate([prompt], params)
         answers[tuple(prompt)] = answer.token_ids
     return answers

@@ -57,7 +57,8 @@ and its models at once without loading weights, and prints what follows from it:
 slots, budgets, vocabularies. `--json` is for machines, `--online` asks the running services too.
 
 Without arguments `specgw serve` uses `configs/tiny.yaml`, the bundled tiny models.
-`configs/pard.yaml` drafts in parallel; `configs/split.yaml` is what `compose.yaml` mounts.
+`configs/pard.yaml` drafts in parallel, `configs/ngram.yaml` and `configs/suffix.yaml` without a
+model; `configs/split.yaml` is what `compose.yaml` mounts.
 """
 
 K = 12  # of the example in the slots table

@@ -1,5 +1,8 @@
 """Keeps sessions open on proposers, asks for blocks, and says how long a step may wait for them.
 
+A round may be drafted here instead, by `local_drafts.py`: if it has a long match, or if no proposer
+answers. Then the proposer gets the commits all the same, and nobody waits for it.
+
 Nothing here can change an answer: a block is only an offer. The rules for waiting:
 
 - A session waits for its block until a deadline taken from the proposer's recent answers.
@@ -23,6 +26,7 @@ from specgw.types import (
     ProposeStep,
     UndraftedReason,
 )
+from verifier_svc.local_drafts import ADDRESS, LocalDrafts
 from verifier_svc.session import Session
 
 logger = logging.getLogger(__name__)
@@ -35,6 +39,9 @@ _RETRY_S = 1.0  # before a session that was refused asks again
 _RETRY_AFTER_S = {UndraftedReason.RESYNC: 0.0, UndraftedReason.CONTEXT_LIMIT: math.inf}
 _MIN_PROBE_S = 0.25  # before a slow proposer is asked again; doubles up to the maximum
 _MAX_PROBE_S = 8.0
+
+PROPOSER = "proposer"
+"""The source of blocks that a proposer drafted; other sources are the verifier's own."""
 
 
 def moving_average(average: float | None, value: float) -> float:
@@ -102,7 +109,9 @@ class Drafting:
         draft_timeout_s: float,
         wait_for_slow_drafts: bool = False,
         on_answer: Callable[[float, float], None] = lambda answer_s, draft_s: None,
+        local: LocalDrafts | None = None,
     ) -> None:
+        self._local = local or LocalDrafts()
         self._peers = {link.address: _Peer(link) for link in links}
         self._vocab_size = vocab_size
         self._draft_timeout_s = draft_timeout_s
@@ -112,11 +121,13 @@ class Drafting:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """The proposers configured."""
-        return tuple(self._peers)
+        """The proposers configured, or what stands for the lookup that takes their place."""
+        return tuple(self._peers) or (ADDRESS,) * (self._local.offer is not None)
 
     def status(self) -> tuple[ProposerStatus, ...]:
         """Returns a snapshot of every proposer."""
+        if (offer := self._local.offer) is not None:
+            return (ProposerStatus(ADDRESS, True, self._local.session_count, "", offer),)
         return tuple(
             ProposerStatus(
                 address=address,
@@ -147,6 +158,7 @@ class Drafting:
             session = sessions[session_id]
             session.draft.reset()
             session.draft.reason = UndraftedReason.UNAVAILABLE
+            self._draft_locally(session, is_alone=True)
         peer.session_ids.clear()
 
     # A session's life.
@@ -161,28 +173,16 @@ class Drafting:
         """Asks for the block that continues the session's context as it is now."""
         draft = session.draft
         draft.take()
-        num_tokens = session.draft_room()
-        if num_tokens <= 0:
+        if session.draft_room() <= 0:
             draft.reason = UndraftedReason.DISABLED
             return
-        peer = self._peer_for(session, now)
-        if peer is None or peer.ack is None:
-            return
-        if draft.asked_length is not None:
-            draft.reason = UndraftedReason.LATE
-            return
-        if self._is_resting(peer, now):
-            draft.reason = UndraftedReason.UNAVAILABLE
-            return
-        if not draft.is_open:
-            self._open_on(peer, session)
-        num_tokens = min(num_tokens, peer.ack.max_draft_tokens)
-        missing = tuple(session.context[draft.known_length :])
-        peer.commit.append(Commit(session.session_id, draft.known_length, missing, num_tokens))
-        draft.known_length = draft.asked_length = len(session.context)
-        draft.asked_at, draft.asked_tokens = now, num_tokens
-        draft.reason = UndraftedReason.LATE
-        draft.deadline = now + self._wait_s(peer, draft.is_first)
+        peer = self._peer_to_ask(session, now)
+        if peer is None:
+            self._draft_locally(session, is_alone=True)
+        elif not peer.is_slow and self._draft_locally(session, is_alone=False):
+            self._commit(peer, session, 0)
+        else:
+            self._ask(peer, session, now)
 
     def close(self, session: Session) -> None:
         """Ends the session on its proposer."""
@@ -191,6 +191,7 @@ class Drafting:
             peer.close.append(session.session_id)
             peer.session_ids.discard(session.session_id)
         session.draft.reset()
+        self._local.close(session)
 
     def flush(self) -> None:
         """Sends each proposer one message with everything gathered for it."""
@@ -211,8 +212,10 @@ class Drafting:
         if block.reason not in (None, UndraftedReason.EMPTY):
             self._refused(peer, session, block.reason, now)
         elif block.base_length == len(session.context):
-            draft.token_ids = self._usable(block, draft.asked_tokens)
-            draft.reason = UndraftedReason.EMPTY
+            draft.token_ids = self._usable(block.token_ids[: draft.asked_tokens])
+            draft.source, draft.reason = PROPOSER, UndraftedReason.EMPTY
+            if not draft.token_ids:
+                self._draft_locally(session, is_alone=True)
         else:  # Late: the session went on without it.
             self.ask(session, now)
 
@@ -226,6 +229,7 @@ class Drafting:
             if draft.deadline is not None and draft.deadline <= now:
                 draft.deadline = None
                 late.add(draft.address)
+                self._draft_locally(session, is_alone=True)
         for address in late:
             self._peers[address].miss(now)
 
@@ -261,7 +265,37 @@ class Drafting:
         else:
             peer.mark_slow(now)
 
+    # Without a proposer.
+
+    def _draft_locally(self, session: Session, *, is_alone: bool) -> bool:
+        """Drafts without a proposer, if something is found; returns whether it was."""
+        draft, room = session.draft, session.draft_room()
+        if room <= 0:
+            return False
+        found = self._local.draft(session, room, is_alone=is_alone)
+        if token_ids := self._usable(found.token_ids):
+            draft.token_ids, draft.source = token_ids, found.source
+            draft.reason = UndraftedReason.EMPTY
+        return bool(token_ids)
+
     # Which proposer.
+
+    def _peer_to_ask(self, session: Session, now: float) -> _Peer | None:
+        """Returns the proposer for the next block, or none and keeps the reason."""
+        draft = session.draft
+        if self._local.has_lookup and not self._peers:
+            draft.reason = UndraftedReason.EMPTY
+            return None
+        peer = self._peer_for(session, now)
+        if peer is None or peer.ack is None:
+            return None
+        if draft.asked_length is not None:
+            draft.reason = UndraftedReason.LATE
+            return None
+        if self._is_resting(peer, now):
+            draft.reason = UndraftedReason.UNAVAILABLE
+            return None
+        return peer
 
     def _peer_for(self, session: Session, now: float) -> _Peer | None:
         """Returns the session's proposer, or the one to open it on.
@@ -284,13 +318,40 @@ class Drafting:
             key=lambda peer: (peer.is_slow, peer.link.address != wanted, len(peer.session_ids)),
         )
 
+    def _ask(self, peer: _Peer, session: Session, now: float) -> None:
+        assert peer.ack is not None  # or it is not one to ask
+        draft = session.draft
+        num_tokens = min(session.draft_room(), peer.ack.max_draft_tokens)
+        self._commit(peer, session, num_tokens)
+        draft.asked_length = len(session.context)
+        draft.asked_at, draft.asked_tokens = now, num_tokens
+        draft.reason = UndraftedReason.LATE
+        draft.deadline = now + self._wait_s(peer, draft.is_first)
+
+    def _commit(self, peer: _Peer, session: Session, num_tokens: int) -> None:
+        """Brings the proposer's context up to date and asks for a block of `num_tokens`, if any."""
+        draft = session.draft
+        if not draft.is_open:
+            self._open_on(peer, session)
+        missing = tuple(session.context[draft.known_length :])
+        peer.commit.append(Commit(session.session_id, draft.known_length, missing, num_tokens))
+        draft.known_length = len(session.context)
+
     def _open_on(self, peer: _Peer, session: Session) -> None:
         session.draft.reset(peer.link.address)
         session.draft.is_open = True
         session.draft.known_length = len(session.context)
         peer.session_ids.add(session.session_id)
-        salt = session.request.cache_salt
-        peer.open.append(OpenSession(session.session_id, tuple(session.context), salt))
+        request = session.request
+        peer.open.append(
+            OpenSession(
+                session.session_id,
+                tuple(session.context),
+                request.cache_salt,
+                request.sampling_params.structured_outputs,
+                len(request.prompt_token_ids),
+            )
+        )
 
     def _refused(self, peer: _Peer, session: Session, reason: UndraftedReason, now: float) -> None:
         peer.session_ids.discard(session.session_id)
@@ -299,10 +360,11 @@ class Drafting:
         session.draft.reset()
         session.draft.reason = reason
         session.draft.retry_at = now + _RETRY_AFTER_S.get(reason, _RETRY_S)
+        self._draft_locally(session, is_alone=True)
 
-    def _usable(self, block: DraftBlock, num_tokens: int) -> Sequence[int]:
-        """Returns the leading tokens that are ids of the target's and were asked for."""
-        for position, token_id in enumerate(block.token_ids[:num_tokens]):
+    def _usable(self, token_ids: Sequence[int]) -> Sequence[int]:
+        """Returns the leading tokens that are ids of the target's."""
+        for position, token_id in enumerate(token_ids):
             if not 0 <= token_id < self._vocab_size:
-                return block.token_ids[:position]
-        return block.token_ids[:num_tokens]
+                return token_ids[:position]
+        return token_ids

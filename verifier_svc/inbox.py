@@ -4,6 +4,7 @@ import queue
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from specgw.grammar import GrammarMatcher
 from specgw.link import ProposerLink
 from specgw.types import DraftBlock, GenerateRequest, HelloAck
 
@@ -15,6 +16,7 @@ class Submit:
     session_id: int
     request: GenerateRequest
     seed: int
+    grammar: GrammarMatcher | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +69,15 @@ class Inbox:
         self._clock = clock
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
 
-    def submit(self, session_id: int, request: GenerateRequest, seed: int) -> None:
-        """Brings a request."""
-        self._events.put(Submit(session_id, request, seed))
+    def submit(
+        self,
+        session_id: int,
+        request: GenerateRequest,
+        seed: int,
+        grammar: GrammarMatcher | None = None,
+    ) -> None:
+        """Brings a request; `grammar` stands at the start of its output."""
+        self._events.put(Submit(session_id, request, seed, grammar))
 
     def cancel(self, session_id: int) -> None:
         """Frees a session before the next step. Harmless if it has ended."""

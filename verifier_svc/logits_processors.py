@@ -11,6 +11,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from specgw.engine.token_mask import allowed_tokens
+from specgw.grammar import GrammarMatcher
 from specgw.types import GenerateRequest, SamplingParams
 from verifier_svc.custom_processors import CustomLogitsProcessor
 
@@ -197,12 +199,42 @@ class Penalties:
             self._counts[token_id] -= 1
 
 
+class GrammarRule:
+    """Takes all probability from tokens that cannot come next in a text of the grammar.
+
+    Where other rules leave none of those that can, they are as likely as one another: the text is
+    of the grammar whatever else is asked for.
+    """
+
+    def __init__(self, matcher: GrammarMatcher) -> None:
+        self._matcher = matcher
+        self._num_beyond = 0  # drafted tokens from the first that the grammar does not allow
+
+    def apply(self, logits: Tensor, output_token_ids: Sequence[int]) -> None:
+        if self._num_beyond:  # a row that cannot be reached
+            return
+        allowed = allowed_tokens(self._matcher.mask(), len(logits), logits.device)
+        logits.masked_fill_(~allowed, -torch.inf)
+        is_ruled_out = logits.max() == -torch.inf
+        logits.masked_fill_(allowed & is_ruled_out, 0.0)
+
+    def advance(self, token_id: int) -> None:
+        if self._num_beyond or not self._matcher.advance([token_id]):
+            self._num_beyond += 1
+
+    def take_back(self, token_ids: Sequence[int]) -> None:
+        num_beyond = min(self._num_beyond, len(token_ids))
+        self._num_beyond -= num_beyond
+        self._matcher.rollback(len(token_ids) - num_beyond)
+
+
 def build_processors(
     request: GenerateRequest,
     custom: Sequence[CustomLogitsProcessor],
     vocab_size: int,
     eos_token_ids: Sequence[int],
     device: torch.device,
+    grammar: GrammarMatcher | None = None,
 ) -> RowProcessors | None:
     """Returns what a request's parameters ask for, in vLLM's order; None if that is nothing."""
     params = request.sampling_params
@@ -224,4 +256,6 @@ def build_processors(
     processors.extend(CustomRule(one, request.prompt_token_ids) for one in custom)
     if params.has_penalties:
         processors.append(Penalties(params, request.prompt_token_ids, vocab_size, device))
+    if grammar is not None:  # last, so that nothing gives back what it takes
+        processors.append(GrammarRule(grammar))
     return RowProcessors(processors, request.output_token_ids) if processors else None

@@ -78,13 +78,24 @@ class _SnapshotCollector(Collector):
             ("preemptions", "Sessions whose KV cache was taken.", snapshot.preemption_count),
             ("prefix_cache_queries", "Tokens of started requests.", snapshot.prefix_query_count),
             ("prefix_cache_hits", "Of these, tokens in the cache.", snapshot.prefix_hit_count),
-            ("drafts", "Rounds with draft tokens.", stats.draft_count),
             ("draft_tokens", "Draft tokens verified.", stats.draft_token_count),
             ("accepted_tokens", "Draft tokens accepted.", stats.accepted_token_count),
         ):
             yield CounterMetricFamily(f"specgw_verifier_{name}", text, value=value)
+        yield _drafts(snapshot)
         yield _undrafted(snapshot)
         yield _connected(snapshot)
+
+
+def _drafts(snapshot: Snapshot) -> Metric:
+    rounds = CounterMetricFamily(
+        "specgw_verifier_drafts",
+        "Rounds with draft tokens, by where they were found.",
+        labels=["source"],
+    )
+    for source, count in snapshot.drafts_by_source.items():
+        rounds.add_metric([source], count)
+    return rounds
 
 
 def _undrafted(snapshot: Snapshot) -> Metric:

@@ -6,8 +6,8 @@ out through `deliver`, one call a step. Knows no network.
 
 import logging
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from specgw.budget import decode_rows
@@ -52,6 +52,7 @@ class Snapshot:
     prefix_hit_count: int  # those of them whose rows were cached
     proposers: tuple[ProposerStatus, ...]
     speculation: SpeculationStats
+    drafts_by_source: Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +88,7 @@ class Scheduler:
         self._outputs: list[tuple[int, GenerateOutput | SpecgwError]] = []
         self._prefill_budget = PrefillBudget(limits.max_prefill_tokens_beside_decodes)
         self._speculation = SpeculationStats()
+        self._drafts_by_source: Counter[str] = Counter()
         self._step_count = self._output_token_count = self._preemption_count = 0
         self._prefix_query_count = self._prefix_hit_count = 0
         self._num_failed_in_a_row = 0
@@ -177,7 +179,7 @@ class Scheduler:
             max_draft_tokens=self._limits.max_draft_tokens,
             max_model_len=runner.max_model_len,
             eos_token_ids=runner.eos_token_ids,
-            processors=self._verifier.processors_for(event.request),
+            processors=self._verifier.processors_for(event.request, event.grammar),
         )
         self._sessions[session.session_id] = session
         self._waiting.append(session)
@@ -338,7 +340,10 @@ class Scheduler:
     ) -> None:
         for (session, rows), result in zip(batch, verified or (), strict=False):
             session.prompt_logprobs.extend(result.prompt_logprobs)
-            if rows.is_complete:
+            if result.error is not None:
+                self._outputs.append((session.session_id, result.error))
+                self._end(session)
+            elif rows.is_complete:
                 self._commit_session(session, rows, result)
             else:
                 session.publish_rows()
@@ -366,6 +371,8 @@ class Scheduler:
             self._end(session)
 
     def _count(self, session: Session, rows: VerifyRows, num_accepted: int) -> None:
+        if rows.draft_token_ids:
+            self._drafts_by_source[session.draft.source] += 1
         for stats in (session.speculation, self._speculation):
             if rows.draft_token_ids:
                 stats.count_round(len(rows.draft_token_ids), num_accepted)
@@ -409,4 +416,5 @@ class Scheduler:
             prefix_hit_count=self._prefix_hit_count,
             proposers=self._drafting.status(),
             speculation=self._speculation.copy(),
+            drafts_by_source=dict(self._drafts_by_source),
         )

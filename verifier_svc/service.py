@@ -20,6 +20,8 @@ from specgw.budget import draft_slots
 from specgw.config import EngineArgs
 from specgw.engine.model_runner import ModelRunner
 from specgw.errors import NotReady, SpecgwError
+from specgw.grammar import GrammarCompiler, compiler_for
+from specgw.grammar_worker import GrammarWorker
 from specgw.handshake import build_hello
 from specgw.link import ProposerLink
 from specgw.telemetry import tell_simulation
@@ -27,6 +29,7 @@ from specgw.types import GenerateOutput, VerifierInfo
 from specgw.v1 import verifier_pb2, verifier_pb2_grpc
 from verifier_svc.custom_processors import load_processors
 from verifier_svc.drafting import Drafting
+from verifier_svc.local_drafts import build_local_drafts
 from verifier_svc.metrics import VerifierMetrics
 from verifier_svc.scheduler import Scheduler, SchedulerLimits, Snapshot
 from verifier_svc.session import check_request
@@ -48,6 +51,7 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
         links: Sequence[ProposerLink],
         args: EngineArgs,
         metrics: VerifierMetrics | None = None,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         settings = args.specgw.verifier
         metrics = metrics or VerifierMetrics()
@@ -59,6 +63,9 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
         self._args = args
         self._seeds = random.Random(args.seed)
         self._session_ids = itertools.count(1)
+        self._grammars = GrammarWorker(
+            grammars or compiler_for(args.tokenizer_path, runner.vocab_size, runner.eos_token_ids)
+        )
         self._outputs: dict[int, _Outputs] = {}
         drafting = Drafting(
             links,
@@ -66,7 +73,9 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
             settings.draft_timeout_s,
             settings.wait_for_slow_drafts,
             on_answer=metrics.observe_answer,
+            local=build_local_drafts(args, runner.max_model_len),
         )
+        self._proposers = drafting.addresses
         self._scheduler = Scheduler(
             Verifier(runner, load_processors(settings.logits_processors, runner.vocab_size)),
             drafting,
@@ -110,6 +119,7 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
         self._scheduler.inbox.stop()
         await asyncio.to_thread(self._thread.join)
         self._fail_all(NotReady("the verifier has stopped"))
+        self._grammars.stop()
 
     async def Generate(
         self,
@@ -121,15 +131,16 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
             generate_request,
             self._runner.max_model_len,
             self._runner.vocab_size,
-            [link.address for link in self._links],
+            self._proposers,
             self._args.max_logprobs,
         )
         seed = generate_request.sampling_params.seed
         if seed is None:
             seed = self._seeds.getrandbits(63)
+        grammar = await self._grammars.start(generate_request)
         session_id = next(self._session_ids)
         outputs = self._outputs[session_id] = _Outputs()
-        self._scheduler.inbox.submit(session_id, generate_request, seed)
+        self._scheduler.inbox.submit(session_id, generate_request, seed, grammar)
         try:
             while True:
                 output = await outputs.get()

@@ -34,6 +34,7 @@ class DraftState:
     deadline: float | None = None
     retry_at: float = 0.0
     token_ids: Sequence[int] = ()
+    source: str = ""  # of the newest block
     reason: UndraftedReason = UndraftedReason.UNAVAILABLE
 
     def reset(self, address: str = "") -> None:
@@ -150,6 +151,8 @@ def open_session(
     limit = max_model_len
     if params.max_tokens is not None:
         limit = min(limit, len(request.prompt_token_ids) + params.max_tokens)
+    # Nothing can follow the end of a grammar.
+    ignores_eos = params.ignore_eos and params.structured_outputs is None
     if request.max_draft_tokens is not None:
         max_draft_tokens = min(max_draft_tokens, request.max_draft_tokens)
     return Session(
@@ -158,9 +161,7 @@ def open_session(
         seed=seed,
         max_draft_tokens=max_draft_tokens,
         length_limit=limit,
-        stop_token_ids=frozenset(
-            (*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids))
-        ),
+        stop_token_ids=frozenset((*params.stop_token_ids, *(() if ignores_eos else eos_token_ids))),
         context=[*request.prompt_token_ids, *request.output_token_ids],
         block_hashes=BlockHashes(request.cache_salt),
         processors=processors,

@@ -12,6 +12,8 @@ from specgw.engine.kv_cache import SequenceCache
 from specgw.engine.logprobs import token_logprobs
 from specgw.engine.model_runner import ModelRunner, SequenceChunk
 from specgw.engine.sampling import RowSampling, sample
+from specgw.errors import SpecgwError
+from specgw.grammar import GrammarMatcher
 from specgw.types import GenerateRequest, SamplingParams, TokenLogprobs
 from verifier_svc.custom_processors import CustomLogitsProcessor
 from verifier_svc.logits_processors import RowProcessors, build_processors
@@ -57,13 +59,15 @@ class VerifyRows:
 class Verified:
     """What one session's rows gave: accepted draft tokens, then one token of the target's own.
 
-    Log probabilities are there if asked for: of the output tokens, and of the prompt's.
+    Log probabilities are there if asked for: of the output tokens, and of the prompt's. With an
+    `error`, the session cannot go on; others are none the worse for it.
     """
 
     output_token_ids: Sequence[int]
     num_accepted: int
     logprobs: Sequence[TokenLogprobs] = ()
     prompt_logprobs: Sequence[TokenLogprobs] = ()
+    error: SpecgwError | None = None
 
 
 class Verifier:
@@ -75,7 +79,9 @@ class Verifier:
         self.runner = runner
         self._custom_processors = custom_processors
 
-    def processors_for(self, request: GenerateRequest) -> RowProcessors | None:
+    def processors_for(
+        self, request: GenerateRequest, grammar: GrammarMatcher | None = None
+    ) -> RowProcessors | None:
         """Returns the session's processors of logits; None if it needs none."""
         runner = self.runner
         return build_processors(
@@ -84,6 +90,7 @@ class Verifier:
             runner.vocab_size,
             runner.eos_token_ids,
             runner.device,
+            grammar,
         )
 
     def verify(self, batch: Sequence[VerifyRows]) -> list[Verified]:
@@ -132,7 +139,10 @@ def _draws(
 def _accept(rows: VerifyRows, draws: Iterator[int]) -> Verified:
     if not rows.is_complete:
         return Verified((), 0)
-    output, num_accepted = accept_matching(rows.draft_token_ids, draws)
+    try:
+        output, num_accepted = accept_matching(rows.draft_token_ids, draws)
+    except SpecgwError as error:
+        return Verified((), 0, error=error)
     rows.cache.truncate(rows.context_length + num_accepted)
     if rows.processors is not None:
         rows.processors.commit(output)

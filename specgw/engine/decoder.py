@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from specgw.engine import cpu_kernels
 from specgw.engine.attention import Batch, BatchAttention
 from specgw.engine.checkpoint import Checkpoint
 from specgw.engine.linear import PackedLinear
@@ -49,22 +50,28 @@ class Decoder:
 
     def __init__(self, config: PreTrainedConfig, weights: Checkpoint, max_model_len: int) -> None:
         table = (config.vocab_size, config.hidden_size)
-        self._embedding = weights.take("model.embed_tokens.weight", *table)
+        embedding = weights.take("model.embed_tokens.weight", *table)
         self._layers = [_Layer(config, weights, i) for i in range(config.num_hidden_layers)]
         self._norm = _norm(config, weights, "model.norm")
-        tied = config.tie_word_embeddings  # kept twice then: the packed one cannot be looked up in
-        head = self._embedding if tied else weights.take("lm_head.weight", *table)
-        self._lm_head = PackedLinear(head)
-        self._rotations = _rotations(config, max_model_len).to(self._embedding)
+        tied = config.tie_word_embeddings
+        self._lm_head = PackedLinear(embedding if tied else weights.take("lm_head.weight", *table))
+        is_shared = tied and self._lm_head.can_look_up
+        self._embedding = None if is_shared else embedding
+        self._rotations = _rotations(config, max_model_len).to(embedding)
 
     def __call__(self, batch: Batch) -> Tensor:  # [num_logits, vocab_size]
-        hidden = self._embedding.index_select(0, batch.token_ids)  # [num_tokens, hidden_size]
-        cos, sin = self._rotations.index_select(0, batch.positions).unbind(1)
+        hidden = self._embed(batch.token_ids)  # [num_tokens, hidden_size]
+        rotation = _Rotation(self._rotations, batch.positions)
         for layer in self._layers:
-            hidden = layer(hidden, cos, sin, batch.attention)
+            hidden = layer(hidden, rotation, batch.attention)
         if batch.logit_rows is not None:
             hidden = hidden.index_select(0, batch.logit_rows)
         return self._lm_head(self._norm(hidden))
+
+    def _embed(self, token_ids: Tensor) -> Tensor:
+        if self._embedding is None:
+            return self._lm_head.rows(token_ids)
+        return self._embedding.index_select(0, token_ids)
 
 
 class _Layer:
@@ -103,37 +110,66 @@ class _Layer:
         down = {f"{name}.mlp.down_proj": (hidden, inner)}
         self._down = _linear(weights, down, has_bias=mlp_bias)
 
-    def __call__(self, hidden: Tensor, cos: Tensor, sin: Tensor, attend: BatchAttention) -> Tensor:
+    def __call__(self, hidden: Tensor, rotation: "_Rotation", attend: BatchAttention) -> Tensor:
         qkv = self._qkv(self._attention_norm(hidden))
         # Heads of queries, keys and values in this order.
         qkv = qkv.view(len(hidden), -1, self._head_dim)  # [num_tokens, heads, head_dim]
         rotated = qkv[:, : self._num_rotated]
-        normed = rotated if self._head_norm is None else self._head_norm(rotated)
-        turned = normed.roll(self._head_dim // 2, -1)
-        torch.addcmul(normed * cos, turned, sin, out=rotated)
+        if self._head_norm is not None:
+            rotated.copy_(self._head_norm(rotated))
+        rotation.apply_(rotated)
         query, keys_values = qkv.split_with_sizes(self._split, 1)
         attended = attend(self._index, query, keys_values, self._scale, self._window)
         hidden = self._output(attended, residual=hidden)
-        gate, up = self._gate_up(self._mlp_norm(hidden)).chunk(2, -1)
-        return self._down(F.silu(gate).mul_(up), residual=hidden)
+        return self._down(_silu_mul(self._gate_up(self._mlp_norm(hidden))), residual=hidden)
+
+
+def _silu_mul(gate_up: Tensor) -> Tensor:
+    if cpu_kernels.is_usable(gate_up):
+        return cpu_kernels.silu_mul(gate_up)
+    gate, up = gate_up.chunk(2, -1)
+    return F.silu(gate).mul_(up)
+
+
+class _Rotation:
+    """Turns the halves of heads against each other by the positions of one batch's rows."""
+
+    def __init__(self, table: Tensor, positions: Tensor) -> None:
+        self._table = table
+        self._positions = positions
+        self._is_compiled = cpu_kernels.is_usable(table) and cpu_kernels.can_attend(
+            1, table.shape[-1]
+        )
+        if not self._is_compiled:
+            self._cos, self._sin = table.index_select(0, positions).unbind(1)
+
+    def apply_(self, heads: Tensor) -> None:  # [num_tokens, num_heads, head_dim]
+        if self._is_compiled:
+            cpu_kernels.rotate_(heads, self._table, self._positions)
+        else:
+            turned = heads.roll(heads.shape[-1] // 2, -1)
+            torch.addcmul(heads * self._cos, turned, self._sin, out=heads)
 
 
 class _RMSNorm:
     """Scales vectors to unit root mean square, then by a weight.
 
-    On a CPU torch composes `rms_norm` from eight operators (12 us) but has a kernel for
-    `layer_norm` (3 us), which does the same to (x, -x), because its mean is zero.
+    Without the compiled operator: on a CPU torch composes `rms_norm` from eight operators (12 us)
+    but has a kernel for `layer_norm` (3 us), which does the same to (x, -x), whose mean is zero.
     """
 
     def __init__(self, weight: Tensor, eps: float) -> None:
         self._eps = eps
         self._weight = weight  # [size]
+        self._is_compiled = cpu_kernels.is_usable(weight)
         self._on_cpu = weight.device.type == "cpu"
-        if self._on_cpu:
+        if self._on_cpu and not self._is_compiled:
             self._weight = torch.stack((weight, weight))
             self._signs = torch.tensor([[1.0], [-1.0]], dtype=weight.dtype)
 
     def __call__(self, x: Tensor) -> Tensor:  # [..., size]
+        if self._is_compiled:
+            return cpu_kernels.rms_norm(x, self._weight, self._eps)
         if self._on_cpu:
             mirrored = x.unsqueeze(-2) * self._signs  # [..., 2, size]
             shape = self._weight.shape

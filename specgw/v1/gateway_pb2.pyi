@@ -32,6 +32,7 @@ class GatewayServiceGenerateRequest(_message.Message):
     STOP_FIELD_NUMBER: _builtins.int
     KEEP_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     MAX_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    STRUCTURED_OUTPUTS_FIELD_NUMBER: _builtins.int
     BAD_WORDS_FIELD_NUMBER: _builtins.int
     INCLUDE_STOP_STR_IN_OUTPUT_FIELD_NUMBER: _builtins.int
     model: _builtins.str
@@ -57,6 +58,10 @@ class GatewayServiceGenerateRequest(_message.Message):
         """Strings that end the output; the one found is not part of the text. At most 16, none empty."""
 
     @_builtins.property
+    def structured_outputs(self) -> _types_pb2.StructuredOutputs:
+        """What the text of the output must be. Absent means any text."""
+
+    @_builtins.property
     def bad_words(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Words that the output must not have, alone or after a space."""
 
@@ -70,12 +75,13 @@ class GatewayServiceGenerateRequest(_message.Message):
         stop: _abc.Iterable[_builtins.str] | None = ...,
         keep_special_tokens: _builtins.bool = ...,
         max_draft_tokens: _builtins.int | None = ...,
+        structured_outputs: _types_pb2.StructuredOutputs | None = ...,
         bad_words: _abc.Iterable[_builtins.str] | None = ...,
         include_stop_str_in_output: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens", "input", b"input", "max_draft_tokens", b"max_draft_tokens", "prompt", b"prompt", "prompt_token_ids", b"prompt_token_ids", "sampling_params", b"sampling_params"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens", "input", b"input", "max_draft_tokens", b"max_draft_tokens", "prompt", b"prompt", "prompt_token_ids", b"prompt_token_ids", "sampling_params", b"sampling_params", "structured_outputs", b"structured_outputs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens", "bad_words", b"bad_words", "include_stop_str_in_output", b"include_stop_str_in_output", "input", b"input", "keep_special_tokens", b"keep_special_tokens", "max_draft_tokens", b"max_draft_tokens", "model", b"model", "prompt", b"prompt", "prompt_token_ids", b"prompt_token_ids", "sampling_params", b"sampling_params", "stop", b"stop"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens", "bad_words", b"bad_words", "include_stop_str_in_output", b"include_stop_str_in_output", "input", b"input", "keep_special_tokens", b"keep_special_tokens", "max_draft_tokens", b"max_draft_tokens", "model", b"model", "prompt", b"prompt", "prompt_token_ids", b"prompt_token_ids", "sampling_params", b"sampling_params", "stop", b"stop", "structured_outputs", b"structured_outputs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_draft_tokens: _TypeAlias = _typing.Literal["max_draft_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_draft_tokens: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens"]  # noqa: Y015

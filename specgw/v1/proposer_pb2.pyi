@@ -311,25 +311,37 @@ class OpenSession(_message.Message):
 
     SESSION_ID_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    STRUCTURED_OUTPUTS_FIELD_NUMBER: _builtins.int
+    PROMPT_LENGTH_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     session_id: _builtins.int
     """Identifies the session among those of the verifier. At least 1, never used for another request."""
+    prompt_length: _builtins.int
+    """How many of the tokens are the prompt. Range [0, count of `token_ids`]."""
     cache_salt: _builtins.str
     """Sessions share cached prefixes only with sessions of the same salt. Empty is a salt like any other."""
     @_builtins.property
     def token_ids(self) -> _types_pb2.TokenIds:
         """The whole context: prompt and committed output. At least one token."""
 
+    @_builtins.property
+    def structured_outputs(self) -> _types_pb2.StructuredOutputs:
+        """What the text of the output must be: tokens that cannot come next are never accepted. Absent means any text. A
+        proposer may leave it out of account.
+        """
+
     def __init__(
         self,
         *,
         session_id: _builtins.int = ...,
         token_ids: _types_pb2.TokenIds | None = ...,
+        structured_outputs: _types_pb2.StructuredOutputs | None = ...,
+        prompt_length: _builtins.int = ...,
         cache_salt: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["structured_outputs", b"structured_outputs", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "session_id", b"session_id", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "prompt_length", b"prompt_length", "session_id", b"session_id", "structured_outputs", b"structured_outputs", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -241,6 +241,89 @@ class SamplingParams(_message.Message):
 Global___SamplingParams: _TypeAlias = SamplingParams  # noqa: Y015
 
 @_typing.final
+class StructuredOutputs(_message.Message):
+    """What the text of an output must be."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JSON_FIELD_NUMBER: _builtins.int
+    REGEX_FIELD_NUMBER: _builtins.int
+    CHOICE_FIELD_NUMBER: _builtins.int
+    GRAMMAR_FIELD_NUMBER: _builtins.int
+    JSON_OBJECT_FIELD_NUMBER: _builtins.int
+    DISABLE_ANY_WHITESPACE_FIELD_NUMBER: _builtins.int
+    DISABLE_ADDITIONAL_PROPERTIES_FIELD_NUMBER: _builtins.int
+    WHITESPACE_PATTERN_FIELD_NUMBER: _builtins.int
+    json: _builtins.str
+    """A JSON schema."""
+    regex: _builtins.str
+    """A regular expression that the whole text matches."""
+    grammar: _builtins.str
+    """A context-free grammar: EBNF with a rule `root`, or Lark with a rule `start`."""
+    json_object: _builtins.bool
+    """Any JSON object. Always true."""
+    disable_any_whitespace: _builtins.bool
+    """Lets JSON have no whitespace between its parts."""
+    disable_additional_properties: _builtins.bool
+    """Lets objects of the schema have no properties but those listed, where it does not say whether they may."""
+    whitespace_pattern: _builtins.str
+    """A regular expression for the whitespace between parts of JSON. Absent means any."""
+    @_builtins.property
+    def choice(self) -> Global___Choices:
+        """Texts, one of which the output is."""
+
+    def __init__(
+        self,
+        *,
+        json: _builtins.str = ...,
+        regex: _builtins.str = ...,
+        choice: Global___Choices | None = ...,
+        grammar: _builtins.str = ...,
+        json_object: _builtins.bool = ...,
+        disable_any_whitespace: _builtins.bool = ...,
+        disable_additional_properties: _builtins.bool = ...,
+        whitespace_pattern: _builtins.str | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_whitespace_pattern", b"_whitespace_pattern", "choice", b"choice", "constraint", b"constraint", "grammar", b"grammar", "json", b"json", "json_object", b"json_object", "regex", b"regex", "whitespace_pattern", b"whitespace_pattern"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_whitespace_pattern", b"_whitespace_pattern", "choice", b"choice", "constraint", b"constraint", "disable_additional_properties", b"disable_additional_properties", "disable_any_whitespace", b"disable_any_whitespace", "grammar", b"grammar", "json", b"json", "json_object", b"json_object", "regex", b"regex", "whitespace_pattern", b"whitespace_pattern"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__whitespace_pattern: _TypeAlias = _typing.Literal["whitespace_pattern"]  # noqa: Y015
+    _WhichOneofArgType__whitespace_pattern: _TypeAlias = _typing.Literal["_whitespace_pattern", b"_whitespace_pattern"]  # noqa: Y015
+    _WhichOneofReturnType_constraint: _TypeAlias = _typing.Literal["json", "regex", "choice", "grammar", "json_object"]  # noqa: Y015
+    _WhichOneofArgType_constraint: _TypeAlias = _typing.Literal["constraint", b"constraint"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__whitespace_pattern) -> _WhichOneofReturnType__whitespace_pattern | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_constraint) -> _WhichOneofReturnType_constraint | None: ...
+
+Global___StructuredOutputs: _TypeAlias = StructuredOutputs  # noqa: Y015
+
+@_typing.final
+class Choices(_message.Message):
+    """Texts to choose from."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The texts. At least one."""
+
+    def __init__(
+        self,
+        *,
+        texts: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["texts", b"texts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Choices: _TypeAlias = Choices  # noqa: Y015
+
+@_typing.final
 class TokenLogprobs(_message.Message):
     """How probable tokens were in the model's own distribution, and the most probable ones beside each."""
 

@@ -56,6 +56,7 @@ class GenerateRequest(_message.Message):
     SAMPLING_PARAMS_FIELD_NUMBER: _builtins.int
     PROPOSER_ADDRESS_FIELD_NUMBER: _builtins.int
     MAX_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    STRUCTURED_OUTPUTS_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Identifies the request in logs. Not empty; need not be unique."""
@@ -83,6 +84,13 @@ class GenerateRequest(_message.Message):
     def sampling_params(self) -> _types_pb2.SamplingParams:
         """How output tokens are chosen."""
 
+    @_builtins.property
+    def structured_outputs(self) -> _types_pb2.StructuredOutputs:
+        """What the text of the output must be. It ends with an end-of-sequence token, even with `ignore_eos`: that has
+        probability exactly where the text is complete. Where other parameters leave no token that may come next, those
+        that may are as likely as one another. Absent means any text.
+        """
+
     def __init__(
         self,
         *,
@@ -92,11 +100,12 @@ class GenerateRequest(_message.Message):
         sampling_params: _types_pb2.SamplingParams | None = ...,
         proposer_address: _builtins.str = ...,
         max_draft_tokens: _builtins.int | None = ...,
+        structured_outputs: _types_pb2.StructuredOutputs | None = ...,
         cache_salt: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens", "max_draft_tokens", b"max_draft_tokens", "output_token_ids", b"output_token_ids", "prompt_token_ids", b"prompt_token_ids", "sampling_params", b"sampling_params"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens", "max_draft_tokens", b"max_draft_tokens", "output_token_ids", b"output_token_ids", "prompt_token_ids", b"prompt_token_ids", "sampling_params", b"sampling_params", "structured_outputs", b"structured_outputs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens", "cache_salt", b"cache_salt", "max_draft_tokens", b"max_draft_tokens", "output_token_ids", b"output_token_ids", "prompt_token_ids", b"prompt_token_ids", "proposer_address", b"proposer_address", "request_id", b"request_id", "sampling_params", b"sampling_params"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens", "cache_salt", b"cache_salt", "max_draft_tokens", b"max_draft_tokens", "output_token_ids", b"output_token_ids", "prompt_token_ids", b"prompt_token_ids", "proposer_address", b"proposer_address", "request_id", b"request_id", "sampling_params", b"sampling_params", "structured_outputs", b"structured_outputs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_draft_tokens: _TypeAlias = _typing.Literal["max_draft_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_draft_tokens: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens"]  # noqa: Y015

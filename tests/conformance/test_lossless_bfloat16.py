@@ -1,14 +1,19 @@
-"""In bfloat16 the shape of a batch may turn a near tie; nothing else may change.
+"""In bfloat16 answers are the same to the bit where the compiled operators run.
+
+Elsewhere the shape of a batch may turn a near tie; nothing else may change.
 
 Teacher-forced: what speculation wrote is fed back to the target in one pass, and every token must
 be its most probable one, or within the noise of the data type of it.
 """
+
+from dataclasses import replace
 
 import pytest
 import torch
 
 from proposer_svc.draft_model import DraftModelDrafter
 from proposer_svc.proposer import ProposerCore
+from specgw.engine import cpu_kernels
 from specgw.engine.loading import ModelOptions, load_model
 from specgw.engine.model_runner import ModelRunner, SequenceChunk
 from specgw.link import InProcessLink
@@ -24,6 +29,28 @@ PARAMS = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
 @pytest.fixture(scope="module")
 def target(single_thread: None) -> ModelRunner:
     return load_model(ModelOptions("tiny/target", dtype="bfloat16"))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not cpu_kernels.is_usable(torch.empty(0, dtype=torch.bfloat16)),
+    reason="only the compiled operators compute a row alike whatever is beside it",
+)
+@pytest.mark.parametrize("num_draft_tokens", [1, 4, 8])
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_answers_equal_those_of_plain_decoding_to_the_bit(
+    num_draft_tokens: int, temperature: float, target: ModelRunner
+) -> None:
+    """Also those of one prompt alone and of many together."""
+    draft = load_model(ModelOptions("tiny/draft", dtype="bfloat16"))
+    proposer = ProposerCore(DraftModelDrafter(draft, 512), num_draft_tokens, max_sessions=64)
+    params = replace(PARAMS, temperature=temperature, seed=1)
+    plain = [InlineVerifier(target).generate([prompt], params)[0] for prompt in PROMPTS]
+
+    verifier = InlineVerifier(target, [InProcessLink(proposer)], max_draft_tokens=num_draft_tokens)
+    answers = verifier.generate(PROMPTS, params)
+
+    assert [one.token_ids for one in answers] == [one.token_ids for one in plain]
 
 
 @pytest.mark.slow

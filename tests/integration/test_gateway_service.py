@@ -24,6 +24,7 @@ from specgw.channel import open_channel, status_to_error
 from specgw.config import parse_config
 from specgw.errors import DeadlineExceeded, InvalidRequest, NotReady, Overloaded
 from specgw.server import HealthService
+from specgw.structured_outputs import StructuredOutputsParams
 from specgw.types import HelloAck, ModelDescription, ProposerStatus
 from specgw.v1 import gateway_pb2, gateway_pb2_grpc, types_pb2, verifier_pb2_grpc
 from tests import scripted_verifier, tiny_tokenizers
@@ -378,6 +379,40 @@ class TestOpenAI:
         assert request.max_draft_tokens == 0
         assert 0 < verifier.deadlines_s[0] < 602
 
+    async def test_constraints_on_the_text_reach_the_verifier(
+        self, make_verifier: MakeVerifier, run_gateway: RunGateway
+    ) -> None:
+        verifier = make_verifier()
+        schema = {"type": "object", "properties": {"b": {"type": "null"}, "a": {}}}
+        json_schema = {"name": "s", "schema": schema, "strict": True}
+        asked: list[tuple[dict[str, Any], dict[str, Any] | None]] = [
+            ({"response_format": {"type": "text"}}, None),
+            ({"response_format": None, "structured_outputs": None}, None),
+            ({"response_format": {"type": "json_object"}}, {"json_object": True}),
+            (
+                {"response_format": {"type": "json_schema", "json_schema": json_schema}},
+                {"json": schema},
+            ),
+            *(
+                ({"structured_outputs": fields}, fields)
+                for fields in (
+                    {"json": schema, "disable_any_whitespace": True},
+                    {"json": schema, "disable_additional_properties": True},
+                    {"json_object": True, "whitespace_pattern": " "},
+                    {"regex": "[ab]+"},
+                    {"choice": ["größer", "less"], "regex": None},
+                    {"grammar": 'root ::= "a" root | "b"'},
+                )
+            ),
+        ]
+        async with ready(run_gateway, [verifier]) as gateway, http(gateway) as client:
+            for body, _ in asked:
+                answer = await client.post("/v1/completions", json={**COMPLETION, **body})
+                assert answer.status_code == 200, answer.text
+
+        reached = [one.sampling_params.structured_outputs for one in verifier.requests]
+        assert reached == [fields and StructuredOutputsParams(**fields) for _, fields in asked]
+
     async def test_the_models_recommended_sampling_holds_where_the_request_is_silent(
         self, make_verifier: MakeVerifier, run_gateway: RunGateway, model_dir: Path
     ) -> None:
@@ -483,8 +518,32 @@ BAD_FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"min_tokens": -1}, "min_tokens", "-1"),
     ({"allowed_token_ids": []}, "allowed_token_ids", "()"),
     ({"allowed_token_ids": [10**6]}, "allowed_token_ids", "1000000"),
-    ({"response_format": {"type": "json_object"}}, "response_format", "json_object"),
-    ({"structured_outputs": {"regex": "a"}}, "structured_outputs", "regex"),
+    ({"response_format": {"type": "xml"}}, "response_format.type", "'xml'"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "None"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}},
+        "response_format.json_schema.schema",
+        "Invalid type: x",
+    ),
+    (
+        {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
+        "response_format",
+        "json_object",
+    ),
+    ({"structured_outputs": {}}, "structured_outputs", "exactly one of"),
+    ({"structured_outputs": {"regex": "(a"}}, "structured_outputs.regex", "unclosed group"),
+    ({"structured_outputs": {"regex": 5}}, "structured_outputs.regex", "5"),
+    ({"structured_outputs": {"json": {"not": {}}}}, "structured_outputs.json", "Unimplemented"),
+    ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "must be a JSON schema"),
+    ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "at least one"),
+    ({"structured_outputs": {"grammar": "root ::= x"}}, "structured_outputs.grammar", "'x' not"),
+    (
+        {"structured_outputs": {"structural_tag": "{}"}},
+        "structured_outputs.structural_tag",
+        "not implemented",
+    ),
+    ({"guided_json": {}}, "guided_json", "structured_outputs.json"),
+    ({"guided_choice": ["a"]}, "guided_choice", "structured_outputs.choice"),
     ({"use_beam_search": True}, "use_beam_search", "True"),
 ]
 
@@ -1561,6 +1620,9 @@ class TestGrpc:
             gateway_pb2.GatewayServiceGenerateRequest(
                 prompt="x", sampling_params=types_pb2.SamplingParams(temperature=9)
             ),
+            gateway_pb2.GatewayServiceGenerateRequest(
+                prompt="x", structured_outputs=types_pb2.StructuredOutputs(regex="(a")
+            ),
         ]
         async with (
             ready(run_gateway, [make_verifier()]) as gateway,
@@ -1576,6 +1638,7 @@ class TestGrpc:
         assert [error.field for error in errors if isinstance(error, InvalidRequest)] == [
             "input",
             "temperature",
+            "structured_outputs.regex",
         ]
 
     async def test_cancelling_a_call_ends_the_work(

@@ -70,6 +70,28 @@ async def test_it_drafts_until_it_is_told_to_stop(tmp_path: Path) -> None:
     assert (process.returncode, b"draining" in log) == (0, True)
 
 
+async def test_a_lookup_proposer_drafts_without_torch(tmp_path: Path) -> None:
+    config = "{model: tiny/target, speculative_config: {method: ngram, num_speculative_tokens: 4}}"
+    async with started(config, tmp_path) as (process, address):
+        await wait_until_serving(address)
+        async with open_channel(address) as channel:
+            call = proposer_pb2_grpc.ProposerServiceStub(channel).Propose()
+            target = ModelDescription("any", "", 100, "any", 1024, "float32", "cpu")
+            await call.write(wire.propose_request_to_pb(Hello("v", target, 4, method="ngram")))
+            ack = wire.propose_response_from_pb(await call.read())  # type: ignore[arg-type]
+            context = [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3, 4]
+            step = ProposeStep([OpenSession(1, context)], [Commit(1, 13, [5], 4)])
+            await call.write(wire.propose_request_to_pb(step))
+            answer = wire.propose_response_from_pb(await call.read())  # type: ignore[arg-type]
+        memory_map = await asyncio.to_thread(Path(f"/proc/{process.pid}/maps").read_text)
+
+    assert isinstance(ack, HelloAck)
+    assert (ack.draft_model.name, ack.extra_slots_per_session) == ("ngram", 0)
+    assert not isinstance(answer, HelloAck)
+    assert [list(block.token_ids) for block in answer[0]] == [[6, 7, 8, 9]]
+    assert "torch" not in memory_map
+
+
 async def test_it_ends_with_its_parent(tmp_path: Path) -> None:
     read_end, write_end = os.pipe()
     options = ("--parent-pipe", str(read_end))

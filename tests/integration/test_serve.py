@@ -25,6 +25,11 @@ class Command:
         self.process = process
         self._lines: list[str] = []
 
+    @property
+    def lines(self) -> Sequence[str]:
+        """What was logged and read so far."""
+        return self._lines
+
     async def logged(self, pattern: str) -> str:
         """Returns the first group of the first log line that matches, now or later."""
         assert self.process.stderr is not None
@@ -110,6 +115,26 @@ async def test_serve_answers_and_leaves_nothing_behind(config: Sequence[str]) ->
         async with asyncio.timeout(10):
             await _ended(child)
         os.close(child)
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+async def test_serve_without_a_draft_model_starts_no_proposer(method: str) -> None:
+    async with command("serve", "--config", f"configs/{method}.yaml", "--port", "0") as serve:
+        await serve.logged(r"(no proposer is started or asked)")
+        url = await serve.logged(r"serving HTTP url=(\S+)")
+        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+            await ready(client)
+            plain = await complete(client, num_speculative_tokens=0)
+            drafted = await complete(client)
+            metrics = (await client.get("/metrics")).text
+        started = [line for line in serve.lines if "service ready" in line]
+        exit_code = await serve.end()
+
+    assert exit_code == 0
+    assert len(started) == 1
+    assert drafted["choices"][0]["text"] == plain["choices"][0]["text"]
+    assert drafted["metrics"]["speculative_decoding"]["num_accepted_draft_tokens"] > 0
+    assert not re.search(r"undrafted_requests_total\{.*\} [1-9]", metrics)
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,14 @@
 """Every value survives the wire, and malformed messages are refused by the name of their field."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from specgw import wire
 from specgw.errors import InvalidRequest
+from specgw.structured_outputs import StructuredOutputsParams
 from specgw.types import (
     Commit,
     DraftBlock,
@@ -67,9 +70,25 @@ verifier_infos = st.builds(
     st.lists(statuses, max_size=3),
     counts,
 )
+constraints = st.one_of(
+    st.builds(
+        StructuredOutputsParams,
+        json=texts,
+        disable_any_whitespace=st.booleans(),
+        disable_additional_properties=st.booleans(),
+    ),
+    st.builds(StructuredOutputsParams, json=texts, whitespace_pattern=st.none() | texts),
+    st.builds(StructuredOutputsParams, json_object=st.just(True)),
+    st.builds(StructuredOutputsParams, regex=texts),
+    st.builds(StructuredOutputsParams, choice=st.lists(texts, min_size=1, max_size=3)),
+    st.builds(StructuredOutputsParams, grammar=texts),
+)
 steps = st.builds(
     ProposeStep,
-    open=st.lists(st.builds(OpenSession, session_ids, some_token_ids, texts), max_size=3),
+    open=st.lists(
+        st.builds(OpenSession, session_ids, some_token_ids, texts, st.none() | constraints, counts),
+        max_size=3,
+    ),
     commit=st.lists(st.builds(Commit, session_ids, counts, token_ids, counts), max_size=3),
     close=st.lists(session_ids, max_size=3),
 )
@@ -110,7 +129,7 @@ generate_requests = st.builds(
     GenerateRequest,
     request_id=names,
     prompt_token_ids=some_token_ids,
-    sampling_params=sampling_params,
+    sampling_params=st.builds(replace, sampling_params, structured_outputs=st.none() | constraints),
     output_token_ids=token_ids,
     proposer_address=texts,
     max_draft_tokens=st.none() | int32s,

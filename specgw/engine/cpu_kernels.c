@@ -1,0 +1,314 @@
+// The decoder's hot operators for CPUs with AVX-512 BF16. Called through cpu_kernels.py.
+//
+// A step of one or a few rows reads every weight once and computes little: its limit is the memory's bandwidth.
+// oneDNN's kernels reach half of it for one row (2 cores, AMD Zen 4: 1.6 ms for 55 MB that take 0.8 ms to read).
+// Here the weights lie in the order of the reads, one stream for each thread, prefetched across pages.
+//
+// OpenMP's functions are left undefined on purpose: they are found in the runtime that torch has loaded, so that both
+// share one pool of threads.
+
+#include <stdint.h>
+
+#if defined(__x86_64__) && defined(__GNUC__)
+
+#include <immintrin.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")))
+#define INLINE TARGET static inline __attribute__((always_inline))
+
+typedef uint16_t bf16;
+
+enum {
+    LANES = 16,       // float32 values in a register
+    BLOCK = 64,       // output columns that are computed together
+    ROWS = 6,         // input rows that are computed together: 24 sums, 4 weights and an input fit the 32 registers
+    CHUNK = 1024,     // pairs of inputs before the next rows take their turn, so that weights stay in the L2 cache
+    PREFETCH = 4096,  // weights ahead: two pages
+};
+
+int specgw_is_supported(void) {
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+           __builtin_cpu_supports("avx512bf16");
+}
+
+INLINE __m512 load(const bf16 *from, __mmask16 mask) {
+    __m512i wide = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, from));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+}
+
+INLINE void store(bf16 *to, __mmask16 mask, __m512 value) {
+    _mm256_mask_storeu_epi16(to, mask, (__m256i)_mm512_cvtneps_pbh(value));
+}
+
+// The lanes that exist of the next ones.
+INLINE __mmask16 lanes(int64_t left) { return left >= LANES ? 0xffff : (1u << left) - 1; }
+
+// Adds the products of `rows` input rows and one block of weights over `pairs` pairs of inputs to sums[rows][BLOCK].
+INLINE void add_products(int rows, const bf16 *x, int64_t size, const bf16 *weight, int64_t pairs, float *sums) {
+    __m512 sum[ROWS][4];
+    for (int r = 0; r < rows; r++)
+        for (int j = 0; j < 4; j++) sum[r][j] = _mm512_loadu_ps(sums + r * BLOCK + j * LANES);
+    for (int64_t pair = 0; pair < pairs; pair++, weight += 2 * BLOCK) {
+        __m512bh w[4];
+        for (int j = 0; j < 4; j++) {
+            _mm_prefetch((const char *)(weight + PREFETCH + 32 * j), _MM_HINT_T0);
+            w[j] = (__m512bh)_mm512_loadu_si512(weight + 32 * j);
+        }
+        for (int r = 0; r < rows; r++) {
+            int32_t inputs;
+            memcpy(&inputs, x + r * size + 2 * pair, sizeof inputs);
+            __m512bh both = (__m512bh)_mm512_set1_epi32(inputs);
+            for (int j = 0; j < 4; j++) sum[r][j] = _mm512_dpbf16_ps(sum[r][j], w[j], both);
+        }
+    }
+    for (int r = 0; r < rows; r++)
+        for (int j = 0; j < 4; j++) _mm512_storeu_ps(sums + r * BLOCK + j * LANES, sum[r][j]);
+}
+
+// The compiler keeps the sums in registers only if it knows the number of rows.
+TARGET static void add_products_of(int rows, const bf16 *x, int64_t size, const bf16 *weight, int64_t pairs,
+                                   float *sums) {
+    switch (rows) {
+        case 1: add_products(1, x, size, weight, pairs, sums); break;
+        case 2: add_products(2, x, size, weight, pairs, sums); break;
+        case 3: add_products(3, x, size, weight, pairs, sums); break;
+        case 4: add_products(4, x, size, weight, pairs, sums); break;
+        case 5: add_products(5, x, size, weight, pairs, sums); break;
+        default: add_products(ROWS, x, size, weight, pairs, sums);
+    }
+}
+
+// One block of output columns for all rows: sums[num_rows][BLOCK].
+TARGET static void linear_block(const bf16 *x, int64_t num_rows, int64_t size, const bf16 *weight, float *sums) {
+    int64_t pairs = size / 2, chunk = num_rows > ROWS ? CHUNK : pairs;
+    int64_t num_tiles = (num_rows + ROWS - 1) / ROWS, tile = (num_rows + num_tiles - 1) / num_tiles;
+    memset(sums, 0, num_rows * BLOCK * sizeof *sums);
+    for (int64_t first = 0; first < pairs; first += chunk) {
+        int64_t some = pairs - first < chunk ? pairs - first : chunk;
+        for (int64_t row = 0; row < num_rows; row += tile) {
+            int rows = num_rows - row < tile ? num_rows - row : tile;
+            add_products_of(rows, x + row * size + 2 * first, size, weight + first * 2 * BLOCK, some,
+                            sums + row * BLOCK);
+        }
+    }
+}
+
+// output[num_rows][num_columns] = x[num_rows][size] @ weight.T (+ bias) (+ residual), all bfloat16; sums in float32.
+//
+// `weight` is [ceil(num_columns / 64)][size / 2][64][2], `bias` [num_columns] or null, `residual` as output or null.
+TARGET void specgw_linear(const bf16 *x, const bf16 *weight, const bf16 *bias, const bf16 *residual, bf16 *output,
+                          int64_t num_rows, int64_t num_columns, int64_t size) {
+    int64_t num_blocks = num_rows ? (num_columns + BLOCK - 1) / BLOCK : 0;
+#pragma omp parallel
+    {
+        float few[ROWS * BLOCK], *sums = num_rows > ROWS ? malloc(num_rows * BLOCK * sizeof *sums) : few;
+#pragma omp for schedule(static)
+        for (int64_t block = 0; block < num_blocks; block++) {
+            linear_block(x, num_rows, size, weight + block * BLOCK * size, sums);
+            for (int64_t row = 0; row < num_rows; row++)
+                for (int64_t c = block * BLOCK, j = 0; j < BLOCK && c < num_columns; j += LANES, c += LANES) {
+                    __mmask16 mask = lanes(num_columns - c);
+                    __m512 sum = _mm512_loadu_ps(sums + row * BLOCK + j);
+                    if (bias) sum = _mm512_add_ps(sum, load(bias + c, mask));
+                    if (residual) sum = _mm512_add_ps(sum, load(residual + row * num_columns + c, mask));
+                    store(output + row * num_columns + c, mask, sum);
+                }
+        }
+        if (sums != few) free(sums);
+    }
+}
+
+// e to the power of x, to the precision of float32. Below -87 it is 0.
+INLINE __m512 exponential(__m512 x) {
+    __m512 power = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 0);
+    __m512 rest = _mm512_fnmadd_ps(power, _mm512_set1_ps(0.693145752f), x);  // ln 2 in two parts
+    rest = _mm512_fnmadd_ps(power, _mm512_set1_ps(1.42860677e-6f), rest);
+    __m512 sum = _mm512_set1_ps(1.0f / 720);  // the Taylor series: |rest| <= ln(2) / 2
+    sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(1.0f / 120));
+    sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(1.0f / 24));
+    sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(1.0f / 6));
+    sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(0.5f));
+    sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(1.0f));
+    sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(1.0f));
+    __mmask16 vanishes = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.0f), _CMP_LT_OQ);
+    return _mm512_mask_mov_ps(_mm512_scalef_ps(sum, power), vanishes, _mm512_setzero_ps());
+}
+
+// output[num_rows][size] = x / sqrt(mean(x^2) + eps) * weight[size]; rows of x and output follow one another.
+TARGET void specgw_rms_norm(const bf16 *x, const bf16 *weight, bf16 *output, int64_t num_rows, int64_t size,
+                            float eps) {
+    for (int64_t row = 0; row < num_rows; row++, x += size, output += size) {
+        __m512 squares = _mm512_setzero_ps();
+        for (int64_t i = 0; i < size; i += LANES) {
+            __m512 value = load(x + i, lanes(size - i));
+            squares = _mm512_fmadd_ps(value, value, squares);
+        }
+        __m512 mean = _mm512_set1_ps(_mm512_reduce_add_ps(squares) / size + eps);
+        __m512 scale = _mm512_div_ps(_mm512_set1_ps(1.0f), _mm512_sqrt_ps(mean));
+        for (int64_t i = 0; i < size; i += LANES) {
+            __mmask16 mask = lanes(size - i);
+            store(output + i, mask, _mm512_mul_ps(_mm512_mul_ps(load(x + i, mask), scale), load(weight + i, mask)));
+        }
+    }
+}
+
+// output[num_rows][size] = silu(gate) * up, where each row of gate_up[num_rows][2][size] is a gate, then an up.
+TARGET void specgw_silu_mul(const bf16 *gate_up, bf16 *output, int64_t num_rows, int64_t size) {
+    __m512 one = _mm512_set1_ps(1.0f);
+#pragma omp parallel for schedule(static) if (num_rows > ROWS)
+    for (int64_t row = 0; row < num_rows; row++) {
+        const bf16 *gates = gate_up + 2 * row * size, *ups = gates + size;
+        for (int64_t i = 0; i < size; i += LANES) {
+            __mmask16 mask = lanes(size - i);
+            __m512 gate = load(gates + i, mask);
+            __m512 silu = _mm512_div_ps(gate, _mm512_add_ps(one, exponential(_mm512_sub_ps(_mm512_setzero_ps(), gate))));
+            store(output + row * size + i, mask, _mm512_mul_ps(silu, load(ups + i, mask)));
+        }
+    }
+}
+
+// Rotates the first `num_heads` heads of each row of x[num_rows][..][head_dim] in place; rows are `stride` apart.
+//
+// table[position][2][head_dim] holds cosines and sines, those of the first half negated: the halves of a head turn
+// against each other. head_dim is a multiple of 32.
+TARGET void specgw_rotate(bf16 *x, const bf16 *table, const int64_t *positions, int64_t num_rows, int64_t num_heads,
+                          int64_t head_dim, int64_t stride) {
+    int64_t half = head_dim / 2;
+#pragma omp parallel for schedule(static) if (num_rows > ROWS)
+    for (int64_t row = 0; row < num_rows; row++) {
+        const bf16 *cosines = table + 2 * positions[row] * head_dim, *sines = cosines + head_dim;
+        for (int64_t head = 0; head < num_heads; head++)
+            for (int64_t i = 0; i < half; i += LANES) {
+                bf16 *first = x + row * stride + head * head_dim + i, *second = first + half;
+                __m512 a = load(first, 0xffff), b = load(second, 0xffff);
+                __m512 turned = _mm512_mul_ps(b, load(sines + i, 0xffff));
+                store(first, 0xffff, _mm512_fmadd_ps(a, load(cosines + i, 0xffff), turned));
+                turned = _mm512_mul_ps(a, load(sines + half + i, 0xffff));
+                store(second, 0xffff, _mm512_fmadd_ps(b, load(cosines + half + i, 0xffff), turned));
+            }
+    }
+}
+
+enum {
+    KEYS = 64,  // seen between two corrections of the softmax
+    MAX_GROUP = 16,
+    MAX_HEAD_DIM = 256,
+    BLOCK_SIZE = 16,  // cache rows in a block, as in kv_cache.py
+};
+
+// The products of one head's query and a key, of `size` elements each: a multiple of 32.
+INLINE float dot(const bf16 *query, const bf16 *key, int64_t size) {
+    __m512 sum = _mm512_setzero_ps();
+    for (int64_t i = 0; i < size; i += 32)
+        sum = _mm512_dpbf16_ps(sum, (__m512bh)_mm512_loadu_si512(query + i), (__m512bh)_mm512_loadu_si512(key + i));
+    return _mm512_reduce_add_ps(sum);
+}
+
+// sums[size] = sums * correction + the sum of weights[key] * value of the key.
+INLINE void add_values(float *sums, float correction, const float *weights, const bf16 *const *values, int64_t num_keys,
+                       int64_t size) {
+    for (int64_t i = 0; i < size; i += 2 * LANES) {
+        __m512 low = _mm512_mul_ps(_mm512_loadu_ps(sums + i), _mm512_set1_ps(correction));
+        __m512 high = _mm512_mul_ps(_mm512_loadu_ps(sums + i + LANES), _mm512_set1_ps(correction));
+        for (int64_t key = 0; key < num_keys; key++) {
+            __m512 weight = _mm512_set1_ps(weights[key]);
+            low = _mm512_fmadd_ps(weight, load(values[key] + i, 0xffff), low);
+            high = _mm512_fmadd_ps(weight, load(values[key] + i + LANES, 0xffff), high);
+        }
+        _mm512_storeu_ps(sums + i, low);
+        _mm512_storeu_ps(sums + i + LANES, high);
+    }
+}
+
+// Turns scores[KEYS] into weights relative to the largest score so far; returns what earlier sums are to be
+// multiplied with. Scores past `num_keys` become 0.
+INLINE float soften(float *scores, int64_t num_keys, float *largest, float *total) {
+    __m512 top = _mm512_set1_ps(*largest);
+    for (int64_t i = 0; i < KEYS; i += LANES) {
+        __mmask16 mask = num_keys > i ? lanes(num_keys - i) : 0;
+        top = _mm512_mask_max_ps(top, mask, top, _mm512_loadu_ps(scores + i));
+    }
+    float before = *largest, sum = 0;
+    *largest = _mm512_reduce_max_ps(top);
+    for (int64_t i = 0; i < KEYS; i += LANES) {
+        __mmask16 mask = num_keys > i ? lanes(num_keys - i) : 0;
+        __m512 weight = exponential(_mm512_sub_ps(_mm512_loadu_ps(scores + i), _mm512_set1_ps(*largest)));
+        weight = _mm512_maskz_mov_ps(mask, weight);
+        sum += _mm512_reduce_add_ps(weight);
+        _mm512_storeu_ps(scores + i, weight);
+    }
+    float correction = _mm512_cvtss_f32(exponential(_mm512_set1_ps(before - *largest)));
+    *total = *total * correction + sum;
+    return correction;
+}
+
+// Where the cache rows of one key head are: those of slot 0, and how they follow one another.
+typedef struct {
+    const bf16 *keys;
+    int64_t to_values, slot_size, head_dim;
+} Head;
+
+// The attention of one row's `group` query heads that share a key head to rows `first` to `last` of a sequence.
+TARGET static void attend(const bf16 *query, bf16 *output, Head head, const int64_t *blocks, int64_t first,
+                          int64_t last, int64_t group, float scale) {
+    float sums[MAX_GROUP][MAX_HEAD_DIM], largest[MAX_GROUP], total[MAX_GROUP], scores[MAX_GROUP][KEYS];
+    int64_t size = head.head_dim;
+    for (int64_t g = 0; g < group; g++) {
+        memset(sums[g], 0, size * sizeof(float));
+        largest[g] = -__builtin_inff();
+        total[g] = 0;
+    }
+    for (; first < last; first += KEYS) {
+        int64_t num_keys = last - first < KEYS ? last - first : KEYS;
+        const bf16 *values[KEYS];
+        for (int64_t i = 0; i < num_keys; i++) {
+            int64_t slot = blocks[(first + i) / BLOCK_SIZE] * BLOCK_SIZE + (first + i) % BLOCK_SIZE;
+            const bf16 *key = head.keys + slot * head.slot_size;
+            values[i] = key + head.to_values;
+            for (int64_t g = 0; g < group; g++) scores[g][i] = scale * dot(query + g * size, key, size);
+        }
+        for (int64_t g = 0; g < group; g++) {
+            float correction = soften(scores[g], num_keys, &largest[g], &total[g]);
+            add_values(sums[g], correction, scores[g], values, num_keys, size);
+        }
+    }
+    for (int64_t g = 0; g < group; g++)
+        for (int64_t i = 0; i < size; i += LANES) {
+            __m512 sum = _mm512_loadu_ps(sums[g] + i);
+            store(output + g * size + i, 0xffff, _mm512_div_ps(sum, _mm512_set1_ps(total[g])));
+        }
+}
+
+// Attention of single rows over the block cache. A row's result depends on the row and what it sees alone, not on the
+// rows beside it.
+//
+// Args:
+//     query: [all rows][kv_heads * group][head_dim], rows `stride` apart; head_dim a multiple of 32.
+//     pool: [slots][2 * kv_heads][head_dim]: keys, then values.
+//     blocks: The block tables of all sequences, one after the other.
+//     rows: Which rows to compute, [num_rows].
+//     tables, firsts, lasts: For each of them, where its sequence's block table begins, and which rows of the sequence
+//         it sees.
+//     output: [all rows][kv_heads * group * head_dim].
+TARGET void specgw_attend(const bf16 *query, const bf16 *pool, const int64_t *blocks, const int64_t *rows,
+                          const int64_t *tables, const int64_t *firsts, const int64_t *lasts, bf16 *output,
+                          int64_t num_rows, int64_t kv_heads, int64_t group, int64_t head_dim, int64_t stride,
+                          float scale) {
+    int64_t size = group * head_dim, slot_size = 2 * kv_heads * head_dim;
+#pragma omp parallel for schedule(dynamic)
+    for (int64_t item = 0; item < num_rows * kv_heads; item++) {
+        int64_t i = item / kv_heads, at = item % kv_heads;
+        Head head = {pool + at * head_dim, kv_heads * head_dim, slot_size, head_dim};
+        attend(query + rows[i] * stride + at * size, output + (rows[i] * kv_heads + at) * size, head,
+               blocks + tables[i], firsts[i], lasts[i], group, scale);
+    }
+}
+
+#else
+
+int specgw_is_supported(void) { return 0; }
+
+#endif

@@ -1,0 +1,164 @@
+"""Calls the operators of `cpu_kernels.c`, where they were built and the CPU has AVX-512 BF16.
+
+Every one has a twin in torch that its callers fall back to; `is_usable` decides. All tensors are
+bfloat16 on the CPU and dense.
+"""
+
+import ctypes
+import logging
+import os
+from collections.abc import Callable
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+_BLOCK = 64  # output columns that lie together in packed weights
+_MAX_GROUP, _MAX_HEAD_DIM = 16, 256
+_MULTIPLE = 32  # of which a head's size must be a multiple
+
+_POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+_SIGNATURES: dict[str, tuple[type, ...]] = {
+    "specgw_linear": (*[_POINTER] * 5, *[_INT] * 3),
+    "specgw_rms_norm": (*[_POINTER] * 3, *[_INT] * 2, _FLOAT),
+    "specgw_silu_mul": (*[_POINTER] * 2, *[_INT] * 2),
+    "specgw_rotate": (*[_POINTER] * 3, *[_INT] * 4),
+    "specgw_attend": (*[_POINTER] * 8, *[_INT] * 5, _FLOAT),
+}
+
+
+def _load() -> dict[str, Callable[..., None]]:
+    """Returns the operators; none where they were not built or cannot run."""
+    files = [Path(__file__).with_name(f"_cpu_kernels{suffix}") for suffix in EXTENSION_SUFFIXES]
+    file = next(filter(Path.is_file, files), None)
+    if file is None:
+        return {}
+    try:
+        library = ctypes.CDLL(str(file), mode=os.RTLD_NOW)
+    except OSError as error:  # such as no OpenMP runtime in this process
+        logger.warning("compiled operators cannot be loaded", extra={"detail": str(error)})
+        return {}
+    if not library.specgw_is_supported():
+        return {}
+    operators = {name: getattr(library, name) for name in _SIGNATURES}
+    for name, operator in operators.items():
+        operator.argtypes, operator.restype = _SIGNATURES[name], None
+    return operators
+
+
+_operators = _load()
+
+
+def is_usable(tensor: Tensor) -> bool:
+    """Whether operators for this data type and device are there."""
+    return bool(_operators) and tensor.dtype == torch.bfloat16 and tensor.device.type == "cpu"
+
+
+def can_attend(group: int, head_dim: int) -> bool:
+    """Whether `attend` and `rotate_` know heads of this size, of which a key head has `group`."""
+    return group <= _MAX_GROUP and head_dim <= _MAX_HEAD_DIM and head_dim % _MULTIPLE == 0
+
+
+def pack(weight: Tensor) -> Tensor:
+    """Lays out weights [num_columns, size] for `linear`: [ceil(num_columns / 64), size / 2, 64, 2].
+
+    The size must be even.
+    """
+    num_columns, size = weight.shape
+    num_blocks = -(-num_columns // _BLOCK)
+    padded = torch.nn.functional.pad(weight, (0, 0, 0, num_blocks * _BLOCK - num_columns))
+    pairs = padded.contiguous().view(torch.int32).view(num_blocks, _BLOCK, size // 2)
+    packed = pairs.transpose(1, 2).contiguous()
+    return packed.view(torch.bfloat16).view(num_blocks, size // 2, _BLOCK, 2)
+
+
+def unpack_rows(packed: Tensor, rows: Tensor) -> Tensor:
+    """Returns rows [num_rows, size] of the weights that were packed."""
+    return packed[rows // _BLOCK, :, rows % _BLOCK].flatten(1)
+
+
+def linear(
+    x: Tensor,  # [num_rows, size]
+    packed: Tensor,
+    bias: Tensor | None,  # [num_columns]
+    residual: Tensor | None,  # [num_rows, num_columns]
+    num_columns: int,
+) -> Tensor:  # [num_rows, num_columns]
+    """Returns `x @ weight.T + bias + residual`; a row does not depend on the rows beside it."""
+    x = x.contiguous()
+    residual = None if residual is None else residual.contiguous()
+    output = x.new_empty(len(x), num_columns)
+    _operators["specgw_linear"](
+        x.data_ptr(),
+        packed.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        None if residual is None else residual.data_ptr(),
+        output.data_ptr(),
+        len(x),
+        num_columns,
+        x.shape[1],
+    )
+    return output
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Returns the rows of x [..., size] at unit root mean square, times the weight [size]."""
+    x = x.contiguous()
+    size = x.shape[-1]
+    output = torch.empty_like(x)
+    pointers = x.data_ptr(), weight.data_ptr(), output.data_ptr()
+    _operators["specgw_rms_norm"](*pointers, x.numel() // size, size, eps)
+    return output
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """Returns silu(gate) * up, [num_rows, size], where a row of gate_up is a gate, then an up."""
+    gate_up = gate_up.contiguous()
+    num_rows, size = len(gate_up), gate_up.shape[1] // 2
+    output = gate_up.new_empty(num_rows, size)
+    _operators["specgw_silu_mul"](gate_up.data_ptr(), output.data_ptr(), num_rows, size)
+    return output
+
+
+def rotate_(
+    x: Tensor,  # [num_rows, num_heads, head_dim], rows may be apart
+    table: Tensor,  # [num_positions, 2, 1, head_dim]
+    positions: Tensor,  # [num_rows], int64
+) -> None:
+    """Rotates each row in place by the cosines and sines of its position."""
+    num_rows, num_heads, head_dim = x.shape
+    pointers = x.data_ptr(), table.data_ptr(), positions.data_ptr()
+    _operators["specgw_rotate"](*pointers, num_rows, num_heads, head_dim, x.stride(0))
+
+
+def attend(
+    query: Tensor,  # [all rows, num_heads, head_dim], rows may be apart
+    pool: Tensor,  # [num_slots, 2 * num_kv_heads, head_dim]
+    blocks: Tensor,  # block tables of all sequences, int64
+    rows: Tensor,  # [4, num_rows], int64: which row, its table's start, first and last row it sees
+    output: Tensor,  # [all rows, num_heads * head_dim]
+    scale: float,
+) -> None:
+    """Writes the attention of some rows into the output, each independent of the others."""
+    _, num_heads, head_dim = query.shape
+    kv_heads = pool.shape[1] // 2
+    which, tables, firsts, lasts = (part.data_ptr() for part in rows.unbind())
+    _operators["specgw_attend"](
+        query.data_ptr(),
+        pool.data_ptr(),
+        blocks.data_ptr(),
+        which,
+        tables,
+        firsts,
+        lasts,
+        output.data_ptr(),
+        rows.shape[1],
+        kv_heads,
+        num_heads // kv_heads,
+        head_dim,
+        query.stride(0),
+        scale,
+    )

@@ -1,0 +1,73 @@
+"""Where each n-gram of a growing text occurred, the latest occurrence first."""
+
+from array import array
+from collections.abc import Sequence
+
+from specgw.lookup.ngram import ngram_hashes
+
+_SIZES = (8, 4, 2, 1)  # of the n-grams that are entered; longer matches are found among the first
+
+
+class OccurrenceIndex:
+    """Chains of occurrences, one for each n-gram of a few sizes, as in LZ77 compressors.
+
+    Attributes:
+        token_ids: The text. The caller appends to it; `extend` enters what is new.
+    """
+
+    def __init__(self, token_ids: list[int]) -> None:
+        self.token_ids = token_ids
+        self._num_dropped = 0  # positions in the chains count from the first token ever
+        self._latest: dict[int, dict[int, int]] = {size: {} for size in _SIZES}
+        self._earlier: dict[int, array[int]] = {size: array("q", [0]) for size in _SIZES}
+
+    def extend(self) -> None:
+        """Enters the n-grams that end in tokens that something follows by now."""
+        for size, latest in self._latest.items():
+            earlier = self._earlier[size]  # by end of the n-gram: the end of the one before, or 0
+            first, last = len(earlier), len(self.token_ids) - 1
+            earlier.extend([0] * (min(size, last + 1) - first))
+            first = len(earlier)
+            if first > last:
+                continue
+            end = self._num_dropped + first
+            for ngram in ngram_hashes(self.token_ids[first - size : last], size):
+                earlier.append(latest.get(ngram, 0))
+                latest[ngram] = end
+                end += 1
+
+    def latest(self, pattern: Sequence[int], limit: int) -> dict[int, int]:
+        """Returns the latest ends of what `pattern` ends with, the longest n-grams first.
+
+        Returns:
+            Up to `limit` offsets into `token_ids`, each with the number of tokens known to agree.
+        """
+        found: dict[int, int] = {}
+        for size in _SIZES:
+            if size <= len(pattern) and len(found) < limit:
+                for end in self._chain(pattern[-size:], limit):
+                    if len(found) < limit:
+                        found.setdefault(end, size)
+        return found
+
+    def drop(self, count: int) -> None:
+        """Forgets the first `count` tokens, and every n-gram that one of them is in."""
+        for size, latest in self._latest.items():
+            hashes = ngram_hashes(self.token_ids[: count + size - 1], size)
+            for end, ngram in enumerate(hashes, start=self._num_dropped + size):
+                if latest.get(ngram) == end:
+                    del latest[ngram]
+            del self._earlier[size][:count]
+        del self.token_ids[:count]
+        self._num_dropped += count
+
+    def _chain(self, ngram: Sequence[int], limit: int) -> list[int]:
+        size = len(ngram)
+        found: list[int] = []
+        end = self._latest[size].get(hash(tuple(ngram)), 0) - self._num_dropped
+        while end >= size and len(found) < limit:
+            if self.token_ids[end - size : end] != ngram:  # another one with the same hash
+                break
+            found.append(end)
+            end = self._earlier[size][end] - self._num_dropped
+        return found
