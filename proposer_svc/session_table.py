@@ -6,6 +6,7 @@ Holds contexts and what is asked for; knows nothing of drafting.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from specgw.hidden import HiddenStates
 from specgw.types import UndraftedReason
 
 _MAX_REFUSALS = 4096
@@ -22,6 +23,7 @@ class Session:
     num_ids: int  # ids from here on are the target's alone
     cache_salt: str = ""
     num_wanted: int = 0  # draft tokens asked for; 0 while no block is
+    hidden: HiddenStates | None = None  # the target's, as the newest commit brought them
     last_used: int = 0  # when a block was last asked for, by the table's count
 
 

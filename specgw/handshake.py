@@ -8,11 +8,20 @@ from pathlib import PurePath
 
 from specgw.budget import DraftSlots, draft_slots
 from specgw.config import EngineArgs
+from specgw.hidden import HiddenFormat, hidden_mismatches
 from specgw.types import PROTOCOL_VERSION, Hello, HelloAck, ModelDescription, VerifierInfo
 
 
-def build_hello(verifier_id: str, target_model: ModelDescription, args: EngineArgs) -> Hello:
-    """Returns a verifier's greeting: what it has loaded, and the drafting it reckons with."""
+def build_hello(
+    verifier_id: str,
+    target_model: ModelDescription,
+    args: EngineArgs,
+    hidden: HiddenFormat | None = None,
+) -> Hello:
+    """Returns a verifier's greeting: what it has loaded, and the drafting it reckons with.
+
+    `hidden` says which of the target's hidden states it can send.
+    """
     config = args.speculative_config
     assert config is not None, "without speculation there is nobody to greet"
     return Hello(
@@ -22,6 +31,7 @@ def build_hello(verifier_id: str, target_model: ModelDescription, args: EngineAr
         method=config.method,
         draft_model=config.model if config.has_draft_checkpoint else "",
         extra_slots_per_session=draft_slots(config).extra_rows,
+        hidden=hidden,
     )
 
 
@@ -61,7 +71,7 @@ def greeting_mismatches(hello: Hello, ack: HelloAck) -> list[str]:
             f"draft model: the verifier is configured with {hello.draft_model}, the proposer has "
             f"loaded {ack.draft_model.name}"
         )
-    return mismatches
+    return mismatches + hidden_mismatches(hello.hidden, ack.hidden)
 
 
 def vocabulary_mismatches(target: ModelDescription, draft_model: ModelDescription) -> list[str]:
