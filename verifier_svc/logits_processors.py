@@ -12,8 +12,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from specgw.errors import SpecgwError
 from specgw.engine.token_mask import allowed_tokens
+from specgw.errors import SpecgwError
 from specgw.grammar import GrammarMatcher
 from specgw.types import GenerateRequest, SamplingParams
 from verifier_svc.custom_processors import CustomLogitsProcessor
