@@ -46,8 +46,9 @@ def greeting_mismatches(hello: Hello, ack: HelloAck) -> list[str]:
             f"protocol_version: the verifier speaks {hello.protocol_version}, "
             f"the proposer {ack.protocol_version}"
         )
-    if hello.max_draft_tokens < 1:
-        mismatches.append(f"max_draft_tokens: must be at least 1, got {hello.max_draft_tokens}")
+    for count in (hello.max_draft_tokens, ack.max_draft_tokens):
+        if count < 1:
+            mismatches.append(f"max_draft_tokens: must be at least 1, got {count}")
     if hello.method and hello.max_draft_tokens > ack.max_draft_tokens:
         mismatches.append(
             f"num_speculative_tokens: the verifier asks for up to {hello.max_draft_tokens}, "
