@@ -6,6 +6,7 @@ Holds contexts and what is asked for; knows nothing of drafting.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from specgw.structured_outputs import StructuredOutputsParams
 from specgw.types import UndraftedReason
 
 _MAX_REFUSALS = 4096
@@ -21,6 +22,8 @@ class Session:
     token_ids: list[int]
     num_ids: int  # ids from here on are the target's alone
     cache_salt: str = ""
+    structured_outputs: StructuredOutputsParams | None = None
+    prompt_length: int = 0  # leading tokens that are no output
     num_wanted: int = 0  # draft tokens asked for; 0 while no block is
     last_used: int = 0  # when a block was last asked for, by the table's count
 
