@@ -19,8 +19,8 @@ import click
 import yaml
 from transformers import AutoTokenizer
 
+from benchmarks.machine import machine_seconds, tree_seconds
 from benchmarks.measurement import Completion, Run, SystemId
-from benchmarks.processor_time import machine_seconds, tree_seconds
 from benchmarks.report import compare_outputs, render_differences, render_table, to_json
 from benchmarks.systems import (
     SpecgwSystem,

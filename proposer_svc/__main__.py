@@ -12,6 +12,7 @@ from proposer_svc.service import SERVICE_NAME, ProposerService
 from specgw.config import EngineArgs, load_config
 from specgw.exit_codes import exit_on_config_error
 from specgw.server import ServiceServer, run_until_drained, serve_metrics
+from specgw.service_options import service_options
 from specgw.telemetry import configure_logging
 
 
@@ -50,9 +51,7 @@ async def _serve(
 
 
 @click.command()
-@click.option("--config", "file", type=click.Path(path_type=Path), help="YAML configuration.")
-@click.option("--listen", help="Address: host:port or unix:/path.")
-@click.option("--parent-pipe", type=int, hidden=True)
+@service_options
 def main(file: Path | None, listen: str | None, parent_pipe: int | None) -> None:
     """Runs a proposer service."""
     configure_logging()

@@ -16,6 +16,8 @@ from proposer_svc.draft_vocabulary import DraftVocabulary, SharedVocabulary
 from proposer_svc.drafter import Draft
 from proposer_svc.session_table import Session, SessionTable
 from specgw.engine.model_runner import ModelRunner, SequenceChunk
+from specgw.engine.sampling import argmax
+from specgw.hidden import HiddenFormat
 from specgw.types import ModelDescription, UndraftedReason, VocabMappingSummary
 
 logger = logging.getLogger(__name__)
@@ -26,6 +28,7 @@ class DraftModelDrafter:
 
     method = "draft_model"
     parallel_drafting = False
+    hidden: HiddenFormat | None = None
     mask_rows = 0  # most rows that a block takes beside the missing ones of its session
 
     def __init__(
@@ -153,7 +156,9 @@ def most_probable(logits: Tensor, limits: Sequence[int]) -> list[int | None]:
         logits: [num_rows, vocab_size], at least one row.
         limits: Of each row.
     """
-    values, token_ids = _without_padding(logits, limits).max(dim=-1)  # both [num_rows]
+    logits = _without_padding(logits, limits)
+    token_ids = argmax(logits)  # [num_rows]
+    values = logits.gather(1, token_ids.unsqueeze(1)).squeeze(1)
     pairs = zip(token_ids.tolist(), values.isfinite().tolist(), strict=True)
     return [token_id if is_finite else None for token_id, is_finite in pairs]
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from proposer_svc.session_table import Session, SessionTable
+from specgw.hidden import HiddenFormat
 from specgw.types import ModelDescription, UndraftedReason, VocabMappingSummary
 
 
@@ -41,6 +42,10 @@ class Drafter(Protocol):
     max_num_batched_tokens: int
     kv_capacity_tokens: int
     num_passes: int
+
+    @property
+    def hidden(self) -> HiddenFormat | None:
+        """The target's hidden states that it needs in `Session.hidden`; None for none."""
 
     @property
     def vocab_mapping(self) -> VocabMappingSummary | None:

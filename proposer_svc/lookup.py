@@ -14,6 +14,7 @@ class LookupDrafter:
 
     parallel_drafting = False
     num_passes = 0
+    hidden = None
     vocab_mapping = None
 
     def __init__(

@@ -15,6 +15,7 @@ from proposer_svc.session_table import Session, SessionTable
 from specgw.config import EngineArgs
 from specgw.errors import ConfigError, IncompatibleModels
 from specgw.handshake import greeting_mismatches
+from specgw.hidden import HiddenStates
 from specgw.lookup.method import DEFAULT_MAX_MODEL_LEN, LOOKUP_METHODS, build_lookup
 from specgw.slots import extra_slots, kv_lookahead
 from specgw.types import (
@@ -106,6 +107,7 @@ class ProposerCore:
             kv_lookahead_per_session=kv_lookahead(*slots),
             max_num_batched_tokens=drafter.max_num_batched_tokens,
             kv_capacity_tokens=drafter.kv_capacity_tokens,
+            hidden=drafter.hidden,
             vocab_mapping=drafter.vocab_mapping,
         )
 
@@ -195,10 +197,11 @@ class ProposerCore:
         if len(session.token_ids) != commit.base_length:
             self._table.remove(verifier_id, session_id)
             return UndraftedReason.RESYNC
-        if not verifier.has_ids(commit.token_ids):
+        if not verifier.has_ids(commit.token_ids) or not self._can_take(commit.hidden):
             self._table.refuse(verifier_id, session_id, UndraftedReason.ERROR)
             return UndraftedReason.ERROR
         session.token_ids.extend(commit.token_ids)
+        session.hidden = commit.hidden
         self._drafter.commit(session, commit.token_ids)
         room = self._drafter.room(session)
         if room <= 0:
@@ -207,6 +210,11 @@ class ProposerCore:
             return UndraftedReason.CONTEXT_LIMIT
         self._table.ask(session, min(commit.max_draft_tokens, verifier.max_draft_tokens, room))
         return None
+
+    def _can_take(self, hidden: HiddenStates | None) -> bool:
+        """Whether hidden states are those agreed on. There may be none: the drafter decides."""
+        needed = self._drafter.hidden
+        return hidden is None or (needed is not None and hidden.has_format(needed))
 
 
 def _block(draft: Draft, draft_s: float) -> tuple[str, DraftBlock]:

@@ -6,6 +6,7 @@ Holds contexts and what is asked for; knows nothing of drafting.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from specgw.hidden import HiddenStates
 from specgw.structured_outputs import StructuredOutputsParams
 from specgw.types import UndraftedReason
 
@@ -25,6 +26,7 @@ class Session:
     structured_outputs: StructuredOutputsParams | None = None
     prompt_length: int = 0  # leading tokens that are no output
     num_wanted: int = 0  # draft tokens asked for; 0 while no block is
+    hidden: HiddenStates | None = None  # the target's, as the newest commit brought them
     last_used: int = 0  # when a block was last asked for, by the table's count
 
 

@@ -8,11 +8,20 @@ from pathlib import PurePath
 
 from specgw.budget import DraftSlots, draft_slots
 from specgw.config import EngineArgs
+from specgw.hidden import HiddenFormat, hidden_mismatches
 from specgw.types import PROTOCOL_VERSION, Hello, HelloAck, ModelDescription, VerifierInfo
 
 
-def build_hello(verifier_id: str, target_model: ModelDescription, args: EngineArgs) -> Hello:
-    """Returns a verifier's greeting: what it has loaded, and the drafting it reckons with."""
+def build_hello(
+    verifier_id: str,
+    target_model: ModelDescription,
+    args: EngineArgs,
+    hidden: HiddenFormat | None = None,
+) -> Hello:
+    """Returns a verifier's greeting: what it has loaded, and the drafting it reckons with.
+
+    `hidden` says which of the target's hidden states it can send.
+    """
     config = args.speculative_config
     assert config is not None, "without speculation there is nobody to greet"
     return Hello(
@@ -22,6 +31,7 @@ def build_hello(verifier_id: str, target_model: ModelDescription, args: EngineAr
         method=config.method,
         draft_model=config.model if config.has_draft_checkpoint else "",
         extra_slots_per_session=draft_slots(config).extra_rows,
+        hidden=hidden,
     )
 
 
@@ -36,8 +46,9 @@ def greeting_mismatches(hello: Hello, ack: HelloAck) -> list[str]:
             f"protocol_version: the verifier speaks {hello.protocol_version}, "
             f"the proposer {ack.protocol_version}"
         )
-    if hello.max_draft_tokens < 1:
-        mismatches.append(f"max_draft_tokens: must be at least 1, got {hello.max_draft_tokens}")
+    for count in (hello.max_draft_tokens, ack.max_draft_tokens):
+        if count < 1:
+            mismatches.append(f"max_draft_tokens: must be at least 1, got {count}")
     if hello.method and hello.max_draft_tokens > ack.max_draft_tokens:
         mismatches.append(
             f"num_speculative_tokens: the verifier asks for up to {hello.max_draft_tokens}, "
@@ -61,7 +72,7 @@ def greeting_mismatches(hello: Hello, ack: HelloAck) -> list[str]:
             f"draft model: the verifier is configured with {hello.draft_model}, the proposer has "
             f"loaded {ack.draft_model.name}"
         )
-    return mismatches
+    return mismatches + hidden_mismatches(hello.hidden, ack.hidden)
 
 
 def vocabulary_mismatches(target: ModelDescription, draft_model: ModelDescription) -> list[str]:

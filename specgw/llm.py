@@ -27,6 +27,7 @@ from specgw.types import (
     SpeculationStats,
 )
 from verifier_svc.custom_processors import load_processors
+from verifier_svc.draft_length import build_draft_length
 from verifier_svc.drafting import Drafting
 from verifier_svc.local_drafts import build_local_drafts
 from verifier_svc.scheduler import Scheduler, SchedulerLimits
@@ -87,6 +88,7 @@ class LLM:
             self._runner.vocab_size,
             settings.draft_timeout_s,
             wait_for_slow_drafts=True,
+            length=build_draft_length(args),
             local=build_local_drafts(args, self._runner.max_model_len),
         )
         self._scheduler = Scheduler(
@@ -111,8 +113,11 @@ class LLM:
         self._session_ids = itertools.count(1)
         self._answers: dict[int, _Answer] = {}
         for link in self._links:
-            hello = build_hello(uuid.uuid4().hex, self._runner.description, args)
+            hello = build_hello(
+                uuid.uuid4().hex, self._runner.description, args, self._runner.hidden
+            )
             link.start(hello, self._scheduler.inbox)
+        self._scheduler.calibrate()
 
     def generate(
         self,

@@ -4,9 +4,9 @@ For `specgw check --online`. Nothing is changed on any of them.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 
@@ -19,6 +19,7 @@ from specgw.v1 import proposer_pb2, proposer_pb2_grpc, verifier_pb2, verifier_pb
 from specgw.wire import hello_ack_from_pb, verifier_info_from_pb
 
 _ANY_HOST = ("0.0.0.0", "::", "")
+_Response = TypeVar("_Response")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,17 +88,12 @@ async def _ask_verifier(
     address: str, args: EngineArgs, models: LocalModels, timeout_s: float
 ) -> ServiceState:
     state = ServiceState("verifier", address)
+    request = verifier_pb2.GetVerifierInfoRequest()
     async with open_channel(address, args.specgw.tls) as channel:
         stub = verifier_pb2_grpc.VerifierServiceStub(channel)
-        try:
-            pb = await stub.GetVerifierInfo(
-                verifier_pb2.GetVerifierInfoRequest(), timeout=timeout_s
-            )
-        except grpc.aio.AioRpcError as error:
-            state.problems.append(_unreachable(error))
-            return state
-    if not await is_serving(address, timeout_s, args.specgw.tls):
-        state.problems.append("is reachable and not serving")
+        pb = await _answer(state, args, stub.GetVerifierInfo(request, timeout=timeout_s), timeout_s)
+    if pb is None:
+        return state
     verifier = verifier_info_from_pb(pb)
     state.facts.update(asdict(verifier))
     fingerprint = models.target_fingerprint or verifier.target_model.vocab_fingerprint
@@ -114,17 +110,12 @@ async def _ask_proposer(
     address: str, args: EngineArgs, models: LocalModels, timeout_s: float
 ) -> ServiceState:
     state = ServiceState("proposer", address)
+    request = proposer_pb2.GetProposerInfoRequest()
     async with open_channel(address, args.specgw.tls) as channel:
         stub = proposer_pb2_grpc.ProposerServiceStub(channel)
-        try:
-            pb = await stub.GetProposerInfo(
-                proposer_pb2.GetProposerInfoRequest(), timeout=timeout_s
-            )
-        except grpc.aio.AioRpcError as error:
-            state.problems.append(_unreachable(error))
-            return state
-    if not await is_serving(address, timeout_s, args.specgw.tls):
-        state.problems.append("is reachable and not serving")
+        pb = await _answer(state, args, stub.GetProposerInfo(request, timeout=timeout_s), timeout_s)
+    if pb is None:
+        return state
     offer = _offer_from_pb(pb)
     state.facts.update(asdict(offer))
     hello = build_hello("check", offer.draft_model, args)
@@ -146,5 +137,15 @@ def _offer_from_pb(pb: proposer_pb2.GetProposerInfoResponse) -> HelloAck:
     return hello_ack_from_pb(ack)
 
 
-def _unreachable(error: grpc.aio.AioRpcError) -> str:
-    return f"{error.code().name}: {error.details()}"
+async def _answer(
+    state: ServiceState, args: EngineArgs, call: Awaitable[_Response], timeout_s: float
+) -> _Response | None:
+    """Returns what a service answers, if it does; notes that it does not, or does not serve."""
+    try:
+        response = await call
+    except grpc.aio.AioRpcError as error:
+        state.problems.append(f"{error.code().name}: {error.details()}")
+        return None
+    if not await is_serving(state.address, timeout_s, args.specgw.tls):
+        state.problems.append("is reachable and not serving")
+    return response

@@ -1,6 +1,6 @@
 """What is specgw's own in the configuration: each service's settings, under `specgw:`."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, FilePath
 
@@ -67,8 +67,11 @@ class VerifierSettings(Frozen):
     three times as long, by the times measured."""
     draft_timeout_s: Seconds = 1.0
     """Longest wait for a block. Usually it is far shorter: it follows the proposer's answers."""
+    draft_length: Literal["auto", "fixed"] = "auto"
+    """How many tokens are drafted: as many as pay by what is measured, or always the most."""
     wait_for_slow_drafts: bool = False
-    """Waits for a proposer even if its blocks take longer than they can save. For tests."""
+    """Waits for a proposer even if its blocks take longer than they can save. For tests; implies
+    `draft_length: fixed`."""
     logits_processors: tuple[str, ...] = ()
     """Your own changes to logits, `package.module:Class`; `docs/sampling.md` has the interface."""
     drain_grace_s: Seconds = 30.0

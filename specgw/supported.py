@@ -38,12 +38,6 @@ SUPPORTED = (
     Supported(f"{_IN}.draft_sample_method", ("greedy",), "{value} drafts", "greedy"),
     Supported(f"{_IN}.rejection_sample_method", ("standard",), "{value} verification", "standard"),
     Supported(
-        f"{_IN}.num_speculative_tokens_per_batch_size",
-        (None,),
-        "a schedule by batch size",
-        "num_speculative_tokens as the most, less where it does not pay",
-    ),
-    Supported(
         f"{_IN}.draft_tensor_parallel_size", (None, 1), "{value} GPUs for a draft model", "1"
     ),
     Supported(f"{_IN}.quantization", (None,), "quantized draft models", "plain weights"),

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from specgw.errors import InvalidRequest
+from specgw.hidden import HiddenFormat, HiddenStates
 from specgw.structured_outputs import StructuredOutputsParams
 
 PROTOCOL_VERSION = 1
@@ -37,6 +38,7 @@ class UndraftedReason(enum.Enum):
     RESYNC = "resync"
     EMPTY = "empty"
     ERROR = "error"
+    NO_GAIN = "no_gain"
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +232,7 @@ class Hello:
     method: str = ""
     draft_model: str = ""
     extra_slots_per_session: int | None = None
+    hidden: HiddenFormat | None = None  # hidden states that it can send
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +250,10 @@ class VocabMappingSummary:
 
 @dataclass(frozen=True, slots=True)
 class HelloAck:
-    """What a proposer offers a verifier. No `vocab_mapping` if both models share a vocabulary."""
+    """What a proposer offers a verifier, and the hidden states that it needs for that.
+
+    No `vocab_mapping` if both models share a vocabulary.
+    """
 
     proposer_id: str
     method: str
@@ -259,6 +265,7 @@ class HelloAck:
     max_num_batched_tokens: int = 0
     kv_capacity_tokens: int = 0
     protocol_version: int = PROTOCOL_VERSION
+    hidden: HiddenFormat | None = None
     vocab_mapping: VocabMappingSummary | None = None
 
 
@@ -310,6 +317,7 @@ class Commit:
     base_length: int
     token_ids: Sequence[int]
     max_draft_tokens: int
+    hidden: HiddenStates | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 
 from specgw.errors import InvalidRequest
+from specgw.hidden import HiddenFormat, HiddenStates
 from specgw.structured_outputs import StructuredOutputsParams
 from specgw.types import (
     Commit,
@@ -285,6 +286,7 @@ def hello_from_pb(pb: proposer_pb2.Hello) -> Hello:
         extra_slots_per_session=(
             pb.extra_slots_per_session if pb.HasField("extra_slots_per_session") else None
         ),
+        hidden=_hidden_format_from_pb(pb.hidden) if pb.HasField("hidden") else None,
     )
 
 
@@ -297,6 +299,7 @@ def hello_to_pb(hello: Hello) -> proposer_pb2.Hello:
         method=hello.method,
         draft_model=hello.draft_model,
         extra_slots_per_session=hello.extra_slots_per_session,
+        hidden=_hidden_format_to_pb(hello.hidden),
     )
 
 
@@ -312,6 +315,7 @@ def hello_ack_from_pb(pb: proposer_pb2.HelloAck) -> HelloAck:
         max_num_batched_tokens=pb.max_num_batched_tokens,
         kv_capacity_tokens=pb.kv_capacity_tokens,
         protocol_version=pb.protocol_version,
+        hidden=_hidden_format_from_pb(pb.hidden) if pb.HasField("hidden") else None,
         vocab_mapping=(
             _vocab_mapping_from_pb(pb.vocab_mapping) if pb.HasField("vocab_mapping") else None
         ),
@@ -330,6 +334,7 @@ def hello_ack_to_pb(ack: HelloAck) -> proposer_pb2.HelloAck:
         kv_lookahead_per_session=ack.kv_lookahead_per_session,
         max_num_batched_tokens=ack.max_num_batched_tokens,
         kv_capacity_tokens=ack.kv_capacity_tokens,
+        hidden=_hidden_format_to_pb(ack.hidden),
         vocab_mapping=_vocab_mapping_to_pb(ack.vocab_mapping) if ack.vocab_mapping else None,
     )
 
@@ -345,6 +350,16 @@ def _vocab_mapping_to_pb(summary: VocabMappingSummary) -> proposer_pb2.VocabMapp
         target_coverage=summary.target_coverage,
         draft_coverage=summary.draft_coverage,
     )
+
+
+def _hidden_format_from_pb(pb: proposer_pb2.HiddenFormat) -> HiddenFormat:
+    return HiddenFormat(tuple(pb.layers), pb.size, pb.dtype)
+
+
+def _hidden_format_to_pb(hidden: HiddenFormat | None) -> proposer_pb2.HiddenFormat | None:
+    if hidden is None:
+        return None
+    return proposer_pb2.HiddenFormat(layers=hidden.layers, size=hidden.size, dtype=hidden.dtype)
 
 
 def proposer_status_from_pb(pb: verifier_pb2.ProposerStatus) -> ProposerStatus:
@@ -447,6 +462,7 @@ def propose_step_to_pb(step: ProposeStep) -> proposer_pb2.ProposeStep:
                 base_length=one.base_length,
                 token_ids=token_ids_to_pb(one.token_ids),
                 max_draft_tokens=one.max_draft_tokens,
+                hidden=_hidden_states_to_pb(one.hidden),
             )
             for one in step.commit
         ],
@@ -478,6 +494,20 @@ def _commit_from_pb(pb: proposer_pb2.Commit, field: str) -> Commit:
         base_length=pb.base_length,
         token_ids=token_ids_from_pb(pb.token_ids, f"{field}.token_ids"),
         max_draft_tokens=pb.max_draft_tokens,
+        hidden=_hidden_states_from_pb(pb.hidden) if pb.HasField("hidden") else None,
+    )
+
+
+def _hidden_states_from_pb(pb: proposer_pb2.HiddenStates) -> HiddenStates:
+    return HiddenStates(pb.values, pb.dtype, (pb.row_count, pb.row_size))
+
+
+def _hidden_states_to_pb(states: HiddenStates | None) -> proposer_pb2.HiddenStates | None:
+    if states is None:
+        return None
+    row_count, row_size = states.shape
+    return proposer_pb2.HiddenStates(
+        values=states.values, dtype=states.dtype, row_count=row_count, row_size=row_size
     )
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from specgw.errors import InvalidRequest
+from specgw.hidden import HiddenFormat, HiddenStates
 from specgw.link import Proposer
 from specgw.types import (
     Commit,
@@ -126,6 +127,24 @@ class ScriptedProposer:
         tokens = self._draft(context, commit.max_draft_tokens)
         reason = None if tokens else UndraftedReason.EMPTY
         return DraftBlock(commit.session_id, len(context), tokens, reason)
+
+
+class HiddenProposer(ScriptedProposer):
+    """Needs the target's hidden states, and keeps what each commit brought of them."""
+
+    def __init__(self, draft: Draft, hidden: HiddenFormat) -> None:
+        super().__init__(draft)
+        self._hidden = hidden
+        self.received: dict[int, list[tuple[int, HiddenStates | None]]] = {}
+
+    def connect(self, hello: Hello) -> HelloAck:
+        return replace(super().connect(hello), hidden=self._hidden)
+
+    def apply(self, verifier_id: str, step: ProposeStep) -> Sequence[DraftBlock]:
+        for commit in step.commit:
+            length = commit.base_length + len(commit.token_ids)
+            self.received.setdefault(commit.session_id, []).append((length, commit.hidden))
+        return super().apply(verifier_id, step)
 
 
 class DeadProposer(ScriptedProposer):

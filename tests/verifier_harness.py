@@ -85,7 +85,7 @@ class InlineVerifier:
             clock=clock,
         )
         for link in links:
-            hello = Hello("verifier-1", runner.description, max_draft_tokens)
+            hello = Hello("verifier-1", runner.description, max_draft_tokens, hidden=runner.hidden)
             link.start(hello, self.scheduler.inbox)
 
     def submit(

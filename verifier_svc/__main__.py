@@ -13,6 +13,7 @@ from specgw.engine.model_runner import ModelRunner
 from specgw.exit_codes import exit_on_config_error
 from specgw.link import ProposerLink
 from specgw.server import ServiceServer, run_until_drained, serve_metrics
+from specgw.service_options import service_options
 from specgw.telemetry import configure_logging
 from verifier_svc.delayed_link import DelayedLink
 from verifier_svc.metrics import VerifierMetrics
@@ -66,9 +67,7 @@ def _links(args: EngineArgs) -> list[ProposerLink]:
 
 
 @click.command()
-@click.option("--config", "file", type=click.Path(path_type=Path), help="YAML configuration.")
-@click.option("--listen", help="Address: host:port or unix:/path.")
-@click.option("--parent-pipe", type=int, hidden=True)
+@service_options
 def main(file: Path | None, listen: str | None, parent_pipe: int | None) -> None:
     """Runs a verifier service."""
     configure_logging()

@@ -9,13 +9,16 @@ Nothing here can change an answer: a block is only an offer. The rules for waiti
 - A proposer that misses deadlines in a row, or needs longer than a fully accepted block could save,
   is slow: it is asked no more, but for one session in a while that sees whether it recovered.
 - A step that could start without some sessions waits for those whose block is due within one step.
+
+How many tokens are asked for is `draft_length.py`'s business.
 """
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from specgw.hidden import MAX_COMMIT_BYTES
 from specgw.link import ProposerLink
 from specgw.types import (
     Commit,
@@ -26,6 +29,7 @@ from specgw.types import (
     ProposeStep,
     UndraftedReason,
 )
+from verifier_svc.draft_length import DraftLength, ProposerHistory
 from verifier_svc.local_drafts import ADDRESS, LocalDrafts
 from verifier_svc.session import Session
 
@@ -66,6 +70,7 @@ class _Peer:
     is_slow: bool = False
     probe_at: float = 0.0
     probe_s: float = _MIN_PROBE_S
+    history: ProposerHistory = field(default_factory=ProposerHistory)
 
     def take_step(self) -> ProposeStep:
         step = ProposeStep(tuple(self.open), tuple(self.commit), tuple(self.close))
@@ -109,6 +114,7 @@ class Drafting:
         draft_timeout_s: float,
         wait_for_slow_drafts: bool = False,
         on_answer: Callable[[float, float], None] = lambda answer_s, draft_s: None,
+        length: DraftLength | None = None,
         local: LocalDrafts | None = None,
     ) -> None:
         self._local = local or LocalDrafts()
@@ -116,6 +122,8 @@ class Drafting:
         self._vocab_size = vocab_size
         self._draft_timeout_s = draft_timeout_s
         self._wait_for_slow_drafts = wait_for_slow_drafts
+        self.length = length or DraftLength(is_adaptive=False)
+        self._local_history = ProposerHistory.of_lookup()
         self.step_s: float | None = None
         self._on_answer = on_answer
 
@@ -145,6 +153,7 @@ class Drafting:
         """A proposer can be asked from now on."""
         peer = self._peers[address]
         peer.ack, peer.offer, peer.answer_s, peer.is_slow = ack, ack, None, False
+        peer.history = ProposerHistory.of(ack)
         logger.info("proposer connected", extra={"address": address, "method": ack.method})
 
     def link_down(self, address: str, detail: str, sessions: Mapping[int, Session]) -> None:
@@ -166,14 +175,14 @@ class Drafting:
     def open(self, session: Session, now: float) -> None:
         """Opens a session that is to be drafted on a proposer, so that both prefills overlap."""
         peer = self._peer_for(session, now)
-        if peer is not None and not peer.is_slow and session.draft_room() > 0:
+        if peer is not None and not peer.is_slow and self._room(session) > 0:
             self._open_on(peer, session)
 
     def ask(self, session: Session, now: float) -> None:
         """Asks for the block that continues the session's context as it is now."""
         draft = session.draft
         draft.take()
-        if session.draft_room() <= 0:
+        if self._room(session) <= 0:
             draft.reason = UndraftedReason.DISABLED
             return
         peer = self._peer_to_ask(session, now)
@@ -184,6 +193,15 @@ class Drafting:
         else:
             self._ask(peer, session, now)
 
+    def count_round(self, session: Session, num_drafted: int, num_accepted: int) -> None:
+        """Learns from what became of a session's block."""
+        session_history, proposer_history = session.local_history, self._local_history
+        peer = self._peers.get(session.draft.address)
+        if peer is not None and session.draft.source == PROPOSER:
+            session_history, proposer_history = session.history, peer.history
+        for acceptance in (session_history.acceptance, proposer_history.acceptance):
+            acceptance.observe(num_drafted, num_accepted)
+
     def close(self, session: Session) -> None:
         """Ends the session on its proposer."""
         peer = self._peers.get(session.draft.address)
@@ -193,11 +211,17 @@ class Drafting:
         session.draft.reset()
         self._local.close(session)
 
+    def needs_hidden(self, session: Session) -> bool:
+        """Whether the session's proposer drafts from hidden states of the target."""
+        peer = self._peers.get(session.draft.address) if session.draft.is_open else None
+        return peer is not None and peer.ack is not None and peer.ack.hidden is not None
+
     def flush(self) -> None:
-        """Sends each proposer one message with everything gathered for it."""
+        """Sends each proposer everything gathered for it: one message, unless it is too large."""
         for peer in self._peers.values():
             if peer.ack is not None and (step := peer.take_step()):
-                peer.link.send(step, peer.ack)
+                for part in _sendable(step):
+                    peer.link.send(part, peer.ack)
 
     # Blocks arrive.
 
@@ -259,7 +283,10 @@ class Drafting:
         self._on_answer(answer_s, block.draft_s)
         if session.draft.is_first:
             return
-        saves_s = math.inf if self.step_s is None else session.draft.asked_tokens * self.step_s
+        peer.history.cost.observe(session.draft.asked_tokens, answer_s)
+        saves_s = math.inf
+        if self.step_s is not None and not self.length.is_adaptive:
+            saves_s = session.draft.asked_tokens * self.step_s
         if peer.measure(answer_s) <= saves_s:
             peer.mark_fast()
         else:
@@ -269,14 +296,21 @@ class Drafting:
 
     def _draft_locally(self, session: Session, *, is_alone: bool) -> bool:
         """Drafts without a proposer, if something is found; returns whether it was."""
-        draft, room = session.draft, session.draft_room()
+        draft, room = session.draft, self._room(session)
         if room <= 0:
             return False
         found = self._local.draft(session, room, is_alone=is_alone)
-        if token_ids := self._usable(found.token_ids):
-            draft.token_ids, draft.source = token_ids, found.source
-            draft.reason = UndraftedReason.EMPTY
-        return bool(token_ids)
+        token_ids = self._usable(found.token_ids)
+        if not token_ids:
+            return False
+        num_tokens = self.length.choose(len(token_ids), session.local_history, self._local_history)
+        draft.token_ids, draft.source = token_ids[:num_tokens], found.source
+        draft.reason = UndraftedReason.EMPTY if num_tokens else UndraftedReason.NO_GAIN
+        return num_tokens > 0
+
+    def _room(self, session: Session) -> int:
+        """Returns the most draft tokens that the session may have now."""
+        return self.length.allowed(session.draft_room())
 
     # Which proposer.
 
@@ -321,7 +355,11 @@ class Drafting:
     def _ask(self, peer: _Peer, session: Session, now: float) -> None:
         assert peer.ack is not None  # or it is not one to ask
         draft = session.draft
-        num_tokens = min(session.draft_room(), peer.ack.max_draft_tokens)
+        allowed = min(self._room(session), peer.ack.max_draft_tokens)
+        num_tokens = self.length.choose(allowed, session.history, peer.history)
+        if num_tokens == 0:
+            draft.reason = UndraftedReason.NO_GAIN
+            return
         self._commit(peer, session, num_tokens)
         draft.asked_length = len(session.context)
         draft.asked_at, draft.asked_tokens = now, num_tokens
@@ -334,7 +372,10 @@ class Drafting:
         if not draft.is_open:
             self._open_on(peer, session)
         missing = tuple(session.context[draft.known_length :])
-        peer.commit.append(Commit(session.session_id, draft.known_length, missing, num_tokens))
+        needed = peer.ack.hidden if peer.ack is not None else None
+        hidden = draft.hidden.take(needed) if needed is not None else None
+        base_length = draft.known_length
+        peer.commit.append(Commit(session.session_id, base_length, missing, num_tokens, hidden))
         draft.known_length = len(session.context)
 
     def _open_on(self, peer: _Peer, session: Session) -> None:
@@ -368,3 +409,17 @@ class Drafting:
             if not 0 <= token_id < self._vocab_size:
                 return token_ids[:position]
         return token_ids
+
+
+def _sendable(step: ProposeStep) -> Iterator[ProposeStep]:
+    """Splits a step so that no part carries more than two commits' worth of hidden states."""
+    part: list[Commit] = []
+    opened, num_bytes = step.open, 0
+    for commit in step.commit:
+        size = len(commit.hidden.values) if commit.hidden is not None else 0
+        if num_bytes + size > 2 * MAX_COMMIT_BYTES:
+            yield ProposeStep(opened, tuple(part))
+            opened, part, num_bytes = (), [], 0
+        part.append(commit)
+        num_bytes += size
+    yield ProposeStep(opened, tuple(part), step.close)

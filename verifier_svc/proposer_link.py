@@ -17,7 +17,7 @@ from specgw.config import TlsSettings
 from specgw.errors import IncompatibleModels, SpecgwError
 from specgw.handshake import greeting_mismatches
 from specgw.link import LinkListener
-from specgw.types import PROTOCOL_VERSION, DraftBlock, Hello, HelloAck, ProposeStep
+from specgw.types import DraftBlock, Hello, HelloAck, ProposeStep
 from specgw.v1 import proposer_pb2, proposer_pb2_grpc
 
 logger = logging.getLogger(__name__)
@@ -134,11 +134,6 @@ class _Stream:
         answer = _parse(response)
         if not isinstance(answer, HelloAck):
             raise SpecgwError("the proposer sent blocks before it answered the greeting")
-        if answer.protocol_version != PROTOCOL_VERSION or answer.max_draft_tokens < 1:
-            raise SpecgwError(
-                f"the proposer cannot be used: it speaks version {answer.protocol_version} and "
-                f"drafts at most {answer.max_draft_tokens} tokens"
-            )
         self.ack = answer
         return answer
 

@@ -14,6 +14,7 @@ from specgw.budget import decode_rows
 from specgw.engine.kv_cache import OutOfBlocks
 from specgw.errors import Overloaded, SpecgwError
 from specgw.types import GenerateOutput, ProposerStatus, SpeculationStats
+from verifier_svc.draft_length import profile_steps
 from verifier_svc.drafting import Drafting, moving_average
 from verifier_svc.inbox import Blocks, Cancel, Event, Inbox, LinkDown, LinkUp, Stop, Submit
 from verifier_svc.prefill_budget import PrefillBudget
@@ -97,8 +98,14 @@ class Scheduler:
 
     def run(self) -> None:
         """Steps until stopped; sleeps while there is nothing to do."""
+        self.calibrate()
         while not self._is_stopping:
             self.step()
+
+    def calibrate(self) -> None:
+        """Measures the target's steps, if the number of draft tokens is to follow from them."""
+        if self._drafting.length.is_adaptive and self._drafting.addresses:
+            self._drafting.length.step_cost = profile_steps(self._verifier.runner, self._clock)
 
     def step(self) -> None:
         """One round for every session that is ready."""
@@ -294,6 +301,7 @@ class Scheduler:
             seed=session.seed,
             processors=session.processors,
             scored_token_ids=session.tokens_to_score(first + len(missing)),
+            wants_hidden=self._drafting.needs_hidden(session),
         )
 
     def _preempt(self, session: Session) -> None:
@@ -332,18 +340,23 @@ class Scheduler:
         self._prefill_budget.observe(sum(count for count in missing if count > 1), forward_s)
         if all(count == 1 for count in missing):
             self._drafting.step_s = moving_average(self._drafting.step_s, forward_s)
+            self._drafting.length.observe_step(sum(rows.num_rows for _, rows in batch), forward_s)
 
     # 4. Commit the output tokens.
 
     def _commit(
         self, batch: Sequence[tuple[Session, VerifyRows]], verified: Sequence[Verified] | None
     ) -> None:
+        self._drafting.length.num_running = len(self._running)
         for (session, rows), result in zip(batch, verified or (), strict=False):
             session.prompt_logprobs.extend(result.prompt_logprobs)
             if result.error is not None:
                 self._outputs.append((session.session_id, result.error))
                 self._end(session)
-            elif rows.is_complete:
+                continue
+            if result.hidden is not None:
+                session.draft.hidden.append(rows.cache.length - len(result.hidden), result.hidden)
+            if rows.is_complete:
                 self._commit_session(session, rows, result)
             else:
                 session.publish_rows()
@@ -372,6 +385,7 @@ class Scheduler:
 
     def _count(self, session: Session, rows: VerifyRows, num_accepted: int) -> None:
         if rows.draft_token_ids:
+            self._drafting.count_round(session, len(rows.draft_token_ids), num_accepted)
             self._drafts_by_source[session.draft.source] += 1
         for stats in (session.speculation, self._speculation):
             if rows.draft_token_ids:

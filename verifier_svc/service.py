@@ -28,6 +28,7 @@ from specgw.telemetry import tell_simulation
 from specgw.types import GenerateOutput, VerifierInfo
 from specgw.v1 import verifier_pb2, verifier_pb2_grpc
 from verifier_svc.custom_processors import load_processors
+from verifier_svc.draft_length import build_draft_length
 from verifier_svc.drafting import Drafting
 from verifier_svc.local_drafts import build_local_drafts
 from verifier_svc.metrics import VerifierMetrics
@@ -73,6 +74,7 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
             settings.draft_timeout_s,
             settings.wait_for_slow_drafts,
             on_answer=metrics.observe_answer,
+            length=build_draft_length(args),
             local=build_local_drafts(args, runner.max_model_len),
         )
         self._proposers = drafting.addresses
@@ -102,7 +104,9 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
         """Starts the engine thread and begins to connect to the proposers."""
         self._thread.start()
         if self._args.max_draft_tokens:
-            hello = build_hello(self.verifier_id, self._runner.description, self._args)
+            hello = build_hello(
+                self.verifier_id, self._runner.description, self._args, self._runner.hidden
+            )
             for link in self._links:
                 link.start(hello, self._scheduler.inbox)
 

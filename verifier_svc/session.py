@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from specgw.engine.block_hashes import BlockHashes
+from specgw.engine.hidden_rows import HiddenRows
 from specgw.engine.kv_cache import SequenceCache
 from specgw.errors import InvalidRequest
 from specgw.types import (
@@ -13,6 +14,7 @@ from specgw.types import (
     TokenLogprobs,
     UndraftedReason,
 )
+from verifier_svc.draft_length import SessionHistory
 from verifier_svc.logits_processors import RowProcessors
 
 
@@ -36,6 +38,7 @@ class DraftState:
     token_ids: Sequence[int] = ()
     source: str = ""  # of the newest block
     reason: UndraftedReason = UndraftedReason.UNAVAILABLE
+    hidden: HiddenRows = field(default_factory=HiddenRows)  # for a proposer that needs them
 
     def reset(self, address: str = "") -> None:
         """Forgets the proposer's side: nothing is open there."""
@@ -45,6 +48,7 @@ class DraftState:
         self.deadline = None
         self.is_first = True
         self.token_ids = ()
+        self.hidden.clear()
 
     def take(self) -> Sequence[int]:
         """Returns the block that has arrived, if any, and forgets it. The session waits no more."""
@@ -69,6 +73,8 @@ class Session:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     cache: SequenceCache | None = None
     draft: DraftState = field(default_factory=DraftState)
+    history: SessionHistory = field(default_factory=SessionHistory)
+    local_history: SessionHistory = field(default_factory=SessionHistory)
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
     num_reused: int | None = None  # rows it began with; none before, and without a prefix cache
     has_started: bool = False

@@ -11,7 +11,7 @@ from torch import Tensor
 from specgw.engine.kv_cache import SequenceCache
 from specgw.engine.logprobs import token_logprobs
 from specgw.engine.model_runner import ModelRunner, SequenceChunk
-from specgw.engine.sampling import RowSampling, sample
+from specgw.engine.sampling import RowSampling, argmax, sample
 from specgw.errors import SpecgwError
 from specgw.grammar import GrammarMatcher
 from specgw.types import GenerateRequest, SamplingParams, TokenLogprobs
@@ -38,6 +38,7 @@ class VerifyRows:
     seed: int
     processors: RowProcessors | None = None
     scored_token_ids: Sequence[int] = ()
+    wants_hidden: bool = False
 
     @property
     def num_rows(self) -> int:
@@ -59,14 +60,16 @@ class VerifyRows:
 class Verified:
     """What one session's rows gave: accepted draft tokens, then one token of the target's own.
 
-    Log probabilities are there if asked for: of the output tokens, and of the prompt's. With an
-    `error`, the session cannot go on; others are none the worse for it.
+    Log probabilities are there if asked for: of the output tokens, and of the prompt's. So are the
+    hidden states of the rows that stay in the cache, [num_rows, hidden_size]. With an `error`, the
+    session cannot go on; others are none the worse for it.
     """
 
     output_token_ids: Sequence[int]
     num_accepted: int
     logprobs: Sequence[TokenLogprobs] = ()
     prompt_logprobs: Sequence[TokenLogprobs] = ()
+    hidden: Tensor | None = None
     error: SpecgwError | None = None
 
 
@@ -95,8 +98,8 @@ class Verifier:
 
     def verify(self, batch: Sequence[VerifyRows]) -> list[Verified]:
         """Runs one forward pass and leaves exactly the accepted tokens in every cache."""
-        logits = self.runner.forward([_chunk(rows) for rows in batch])  # [num_logits, vocab_size]
-        most_probable = logits.argmax(-1).tolist()
+        logits, hidden = self._forward(batch)
+        most_probable = argmax(logits).tolist()
         results = []
         first = 0
         for rows in batch:
@@ -108,7 +111,14 @@ class Verifier:
                 draws = _draws(rows, logits[first:last])
             results.append(_with_logprobs(rows, _accept(rows, draws), scored, logits[first:last]))
             first = last
-        return results
+        return results if hidden is None else _with_hidden(batch, results, hidden)
+
+    def _forward(self, batch: Sequence[VerifyRows]) -> tuple[Tensor, Tensor | None]:
+        """Returns logits, [num_logits, vocab_size], and hidden states if anyone wants them."""
+        chunks = [_chunk(rows) for rows in batch]
+        if any(rows.wants_hidden for rows in batch):
+            return self.runner.forward_with_hidden(chunks)
+        return self.runner.forward(chunks), None
 
 
 def _chunk(rows: VerifyRows) -> SequenceChunk:
@@ -167,3 +177,19 @@ def _with_logprobs(
         scored = token_logprobs(logits[: len(output)], output, params.logprobs)
         verified = replace(verified, logprobs=scored)
     return verified
+
+
+def _with_hidden(
+    batch: Sequence[VerifyRows],
+    results: Sequence[Verified],
+    hidden: Tensor,  # [num_rows of the batch, hidden_size]
+) -> list[Verified]:
+    """Adds the hidden states asked for: not those of rejected drafts."""
+    added, first = [], 0
+    for rows, result in zip(batch, results, strict=True):
+        if rows.wants_hidden:
+            last = first + len(rows.missing_token_ids) + result.num_accepted
+            result = replace(result, hidden=hidden[first:last])
+        added.append(result)
+        first += rows.num_rows
+    return added

@@ -176,6 +176,7 @@ class Batch:
     positions: Tensor  # [num_tokens]
     logit_rows: Tensor | None  # [num_logits]; None for all rows
     attention: BatchAttention
+    hidden: list[Tensor] | None = None  # takes what the LM head reads of every row, if wanted
 
 
 def max_rows(group: int) -> int:

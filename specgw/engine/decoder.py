@@ -64,6 +64,8 @@ class Decoder:
         rotation = _Rotation(self._rotations, batch.positions)
         for layer in self._layers:
             hidden = layer(hidden, rotation, batch.attention)
+        if batch.hidden is not None:
+            batch.hidden.append(self._norm(hidden))
         if batch.logit_rows is not None:
             hidden = hidden.index_select(0, batch.logit_rows)
         return self._lm_head(self._norm(hidden))

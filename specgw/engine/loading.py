@@ -151,7 +151,13 @@ def load_model(options: ModelOptions) -> ModelRunner:
         dtype=str(dtype).removeprefix("torch."),
         device=str(device),
     )
-    runner = ModelRunner(model, description, _eos_token_ids(model_dir, config), kv_cache)
+    runner = ModelRunner(
+        model,
+        description,
+        _eos_token_ids(model_dir, config),
+        kv_cache,
+        hidden_size=getattr(config, "hidden_size", None),
+    )
     if isinstance(model, TransformersModel):
         model.end_trial(runner)
     return runner

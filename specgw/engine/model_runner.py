@@ -12,6 +12,7 @@ from torch import Tensor
 
 from specgw.engine.attention import Batch, BatchAttention, CausalMasks
 from specgw.engine.kv_cache import KVCache, SequenceCache
+from specgw.hidden import LAST, HiddenFormat
 from specgw.types import ModelDescription
 
 
@@ -33,13 +34,18 @@ class ModelRunner:
         description: ModelDescription,
         eos_token_ids: tuple[int, ...],
         kv_cache: KVCache,
+        hidden_size: int | None = None,
     ) -> None:
+        """Takes a model; with a `hidden_size` it fills `Batch.hidden` when asked to."""
         self.description = description
         self.eos_token_ids = eos_token_ids
         self.kv_cache = kv_cache
         self.vocab_size = description.vocab_size
         self.max_model_len = description.max_model_len
         self.device = kv_cache.layers[0].device
+        self.hidden: HiddenFormat | None = None  # hidden states that it can give
+        if hidden_size is not None:
+            self.hidden = HiddenFormat((LAST,), hidden_size, description.dtype)
         self._model = model
         self._masks = CausalMasks(kv_cache.layers[0].dtype, self.device)
 
@@ -54,15 +60,33 @@ class ModelRunner:
         Raises:
             OutOfBlocks: and then nothing has changed.
         """
+        return self._forward(chunks, None)
+
+    @torch.inference_mode()
+    def forward_with_hidden(self, chunks: Sequence[SequenceChunk]) -> tuple[Tensor, Tensor]:
+        """Does what `forward` does, and returns the last hidden states of all rows as well.
+
+        Returns:
+            Logits, [sum of num_logits, vocab_size], and what the LM head reads of every row,
+            [num_tokens, hidden_size].
+
+        Raises:
+            OutOfBlocks: and then nothing has changed.
+        """
+        hidden: list[Tensor] = []
+        logits = self._forward(chunks, hidden)
+        return logits, hidden[0]
+
+    def _forward(self, chunks: Sequence[SequenceChunk], hidden: list[Tensor] | None) -> Tensor:
         lengths = [(chunk.cache, chunk.cache.length + len(chunk.token_ids)) for chunk in chunks]
         assert max(length for _, length in lengths) <= self.max_model_len, "a sequence is too long"
         self.kv_cache.reserve(lengths)
-        logits = self._model(self._batch(chunks))
+        logits = self._model(self._batch(chunks, hidden))
         for cache, length in lengths:
             cache.length = length
         return logits
 
-    def _batch(self, chunks: Sequence[SequenceChunk]) -> Batch:
+    def _batch(self, chunks: Sequence[SequenceChunk], hidden: list[Tensor] | None) -> Batch:
         token_ids: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
@@ -78,4 +102,4 @@ class ModelRunner:
         rows = None
         if len(logit_rows) < len(token_ids):
             rows = torch.tensor(logit_rows, dtype=torch.int64, device=self.device)
-        return Batch(ids, at, rows, BatchAttention(self.kv_cache, self._masks, into, parts))
+        return Batch(ids, at, rows, BatchAttention(self.kv_cache, self._masks, into, parts), hidden)

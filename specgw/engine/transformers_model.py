@@ -45,6 +45,7 @@ class TransformersModel:
             attend = partial(_note_window, self._windows, batch.attention)
         return self._logits(
             batch.token_ids,
+            batch.hidden,
             position_ids=batch.positions.unsqueeze(0),
             logits_to_keep=0 if batch.logit_rows is None else batch.logit_rows,
             specgw_attention=attend,
@@ -73,8 +74,14 @@ class TransformersModel:
         _pack_linears(self._model)
         self._on_trial = False
 
-    def _logits(self, token_ids: Tensor, **kwargs: Any) -> Tensor:
+    def _logits(
+        self, token_ids: Tensor, hidden: list[Tensor] | None = None, **kwargs: Any
+    ) -> Tensor:
+        if hidden is not None:
+            kwargs["output_hidden_states"] = True
         output = self._model(input_ids=token_ids.unsqueeze(0), use_cache=False, **kwargs)
+        if hidden is not None:
+            hidden.append(output.hidden_states[-1][0])
         return cast(Tensor, output.logits[0])
 
     def _refusal(self, reason: str) -> ConfigError:

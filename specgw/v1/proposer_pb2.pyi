@@ -118,6 +118,7 @@ class Hello(_message.Message):
     METHOD_FIELD_NUMBER: _builtins.int
     DRAFT_MODEL_FIELD_NUMBER: _builtins.int
     EXTRA_SLOTS_PER_SESSION_FIELD_NUMBER: _builtins.int
+    HIDDEN_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     """Version of this contract that the verifier speaks. Now 1; another is refused."""
     verifier_id: _builtins.str
@@ -142,6 +143,10 @@ class Hello(_message.Message):
     def target_model(self) -> _types_pb2.ModelDescription:
         """The target model. The proposer refuses one whose token ids it cannot draft."""
 
+    @_builtins.property
+    def hidden(self) -> Global___HiddenFormat:
+        """Hidden states of the target that the verifier can send with commits. Absent if it sends none."""
+
     def __init__(
         self,
         *,
@@ -152,16 +157,53 @@ class Hello(_message.Message):
         method: _builtins.str = ...,
         draft_model: _builtins.str = ...,
         extra_slots_per_session: _builtins.int | None = ...,
+        hidden: Global___HiddenFormat | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_extra_slots_per_session", b"_extra_slots_per_session", "extra_slots_per_session", b"extra_slots_per_session", "target_model", b"target_model"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_extra_slots_per_session", b"_extra_slots_per_session", "extra_slots_per_session", b"extra_slots_per_session", "hidden", b"hidden", "target_model", b"target_model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_extra_slots_per_session", b"_extra_slots_per_session", "draft_model", b"draft_model", "extra_slots_per_session", b"extra_slots_per_session", "max_draft_tokens", b"max_draft_tokens", "method", b"method", "protocol_version", b"protocol_version", "target_model", b"target_model", "verifier_id", b"verifier_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_extra_slots_per_session", b"_extra_slots_per_session", "draft_model", b"draft_model", "extra_slots_per_session", b"extra_slots_per_session", "hidden", b"hidden", "max_draft_tokens", b"max_draft_tokens", "method", b"method", "protocol_version", b"protocol_version", "target_model", b"target_model", "verifier_id", b"verifier_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__extra_slots_per_session: _TypeAlias = _typing.Literal["extra_slots_per_session"]  # noqa: Y015
     _WhichOneofArgType__extra_slots_per_session: _TypeAlias = _typing.Literal["_extra_slots_per_session", b"_extra_slots_per_session"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__extra_slots_per_session) -> _WhichOneofReturnType__extra_slots_per_session | None: ...
 
 Global___Hello: _TypeAlias = Hello  # noqa: Y015
+
+@_typing.final
+class HiddenFormat(_message.Message):
+    """Describes rows of hidden states."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LAYERS_FIELD_NUMBER: _builtins.int
+    SIZE_FIELD_NUMBER: _builtins.int
+    DTYPE_FIELD_NUMBER: _builtins.int
+    size: _builtins.int
+    """Elements of one layer's row. At least 1."""
+    dtype: _builtins.str
+    """Element type under torch's name: `float32`, `float16` or `bfloat16`. From a verifier, the model's own; it sends any
+    of them.
+    """
+    @_builtins.property
+    def layers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Decoder layers by index, each at most once; -1 is what the LM head reads: the last layer's output after the final
+        norm. A row has one layer's elements after the other's, in this order. At least one.
+        """
+
+    def __init__(
+        self,
+        *,
+        layers: _abc.Iterable[_builtins.int] | None = ...,
+        size: _builtins.int = ...,
+        dtype: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "layers", b"layers", "size", b"size"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HiddenFormat: _TypeAlias = HiddenFormat  # noqa: Y015
 
 @_typing.final
 class HelloAck(_message.Message):
@@ -179,6 +221,7 @@ class HelloAck(_message.Message):
     KV_LOOKAHEAD_PER_SESSION_FIELD_NUMBER: _builtins.int
     MAX_NUM_BATCHED_TOKENS_FIELD_NUMBER: _builtins.int
     KV_CAPACITY_TOKENS_FIELD_NUMBER: _builtins.int
+    HIDDEN_FIELD_NUMBER: _builtins.int
     VOCAB_MAPPING_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     """Version of this contract that the proposer speaks."""
@@ -203,6 +246,12 @@ class HelloAck(_message.Message):
         """The draft model."""
 
     @_builtins.property
+    def hidden(self) -> Global___HiddenFormat:
+        """Hidden states of the target that the proposer needs with commits. A verifier that cannot send them takes the
+        greeting for refused. Absent if it needs none.
+        """
+
+    @_builtins.property
     def vocab_mapping(self) -> Global___VocabMapping:
         """How the draft model's vocabulary is mapped to the target's. Absent if it is the same."""
 
@@ -219,11 +268,12 @@ class HelloAck(_message.Message):
         kv_lookahead_per_session: _builtins.int = ...,
         max_num_batched_tokens: _builtins.int = ...,
         kv_capacity_tokens: _builtins.int = ...,
+        hidden: Global___HiddenFormat | None = ...,
         vocab_mapping: Global___VocabMapping | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["draft_model", b"draft_model", "vocab_mapping", b"vocab_mapping"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["draft_model", b"draft_model", "hidden", b"hidden", "vocab_mapping", b"vocab_mapping"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_model", b"draft_model", "extra_slots_per_session", b"extra_slots_per_session", "kv_capacity_tokens", b"kv_capacity_tokens", "kv_lookahead_per_session", b"kv_lookahead_per_session", "max_draft_tokens", b"max_draft_tokens", "max_num_batched_tokens", b"max_num_batched_tokens", "max_sessions", b"max_sessions", "method", b"method", "proposer_id", b"proposer_id", "protocol_version", b"protocol_version", "vocab_mapping", b"vocab_mapping"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_model", b"draft_model", "extra_slots_per_session", b"extra_slots_per_session", "hidden", b"hidden", "kv_capacity_tokens", b"kv_capacity_tokens", "kv_lookahead_per_session", b"kv_lookahead_per_session", "max_draft_tokens", b"max_draft_tokens", "max_num_batched_tokens", b"max_num_batched_tokens", "max_sessions", b"max_sessions", "method", b"method", "proposer_id", b"proposer_id", "protocol_version", b"protocol_version", "vocab_mapping", b"vocab_mapping"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -357,6 +407,7 @@ class Commit(_message.Message):
     BASE_LENGTH_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     MAX_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    HIDDEN_FIELD_NUMBER: _builtins.int
     session_id: _builtins.int
     """The session. One the proposer does not hold is answered with a block of reason RESYNC."""
     base_length: _builtins.int
@@ -367,6 +418,13 @@ class Commit(_message.Message):
     def token_ids(self) -> _types_pb2.TokenIds:
         """Output tokens to append. May be empty, which only asks for a block."""
 
+    @_builtins.property
+    def hidden(self) -> Global___HiddenStates:
+        """Hidden states in the format of `HelloAck.hidden`; absent without it. The last row is the one that the newest token
+        was drawn from; those before it belong to the positions before. Rows that the verifier did not compute since it
+        opened the session are missing.
+        """
+
     def __init__(
         self,
         *,
@@ -374,14 +432,49 @@ class Commit(_message.Message):
         base_length: _builtins.int = ...,
         token_ids: _types_pb2.TokenIds | None = ...,
         max_draft_tokens: _builtins.int = ...,
+        hidden: Global___HiddenStates | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["hidden", b"hidden", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_length", b"base_length", "max_draft_tokens", b"max_draft_tokens", "session_id", b"session_id", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_length", b"base_length", "hidden", b"hidden", "max_draft_tokens", b"max_draft_tokens", "session_id", b"session_id", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Commit: _TypeAlias = Commit  # noqa: Y015
+
+@_typing.final
+class HiddenStates(_message.Message):
+    """Rows of hidden states."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VALUES_FIELD_NUMBER: _builtins.int
+    DTYPE_FIELD_NUMBER: _builtins.int
+    ROW_COUNT_FIELD_NUMBER: _builtins.int
+    ROW_SIZE_FIELD_NUMBER: _builtins.int
+    values: _builtins.bytes
+    """Elements of type `dtype`, little-endian. Shape [row_count, row_size], row by row. At most 4 MiB."""
+    dtype: _builtins.str
+    """Element type under torch's name: `float32`, `float16` or `bfloat16`."""
+    row_count: _builtins.int
+    """Rows. At least 1."""
+    row_size: _builtins.int
+    """Elements of a row. At least 1."""
+    def __init__(
+        self,
+        *,
+        values: _builtins.bytes = ...,
+        dtype: _builtins.str = ...,
+        row_count: _builtins.int = ...,
+        row_size: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "row_count", b"row_count", "row_size", b"row_size", "values", b"values"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HiddenStates: _TypeAlias = HiddenStates  # noqa: Y015
 
 @_typing.final
 class CloseSession(_message.Message):

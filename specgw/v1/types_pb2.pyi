@@ -45,6 +45,8 @@ class _UndraftedReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Undra
     """The block had no usable token."""
     UNDRAFTED_REASON_ERROR: _UndraftedReason.ValueType  # 9
     """The proposer failed on this session."""
+    UNDRAFTED_REASON_NO_GAIN: _UndraftedReason.ValueType  # 10
+    """Drafting would take longer than it saves, by the times and the acceptance measured."""
 
 class UndraftedReason(_UndraftedReason, metaclass=_UndraftedReasonEnumTypeWrapper):
     """Why a session has no draft in a round. Values may be added."""
@@ -69,6 +71,8 @@ UNDRAFTED_REASON_EMPTY: UndraftedReason.ValueType  # 8
 """The block had no usable token."""
 UNDRAFTED_REASON_ERROR: UndraftedReason.ValueType  # 9
 """The proposer failed on this session."""
+UNDRAFTED_REASON_NO_GAIN: UndraftedReason.ValueType  # 10
+"""Drafting would take longer than it saves, by the times and the acceptance measured."""
 Global___UndraftedReason: _TypeAlias = UndraftedReason  # noqa: Y015
 
 @_typing.final

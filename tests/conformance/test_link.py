@@ -191,9 +191,9 @@ async def test_a_stopped_link_reports_nothing_and_frees_its_sessions(kind: str) 
 @pytest.mark.parametrize(
     ("ack", "rest", "detail"),
     [
-        ({"max_draft_tokens": 0}, b"", "drafts at most 0 tokens"),
-        ({"max_draft_tokens": -1}, b"", "drafts at most -1 tokens"),
-        ({"protocol_version": 2}, b"", "speaks version 2"),
+        ({"max_draft_tokens": 0}, b"", "max_draft_tokens: must be at least 1, got 0"),
+        ({"max_draft_tokens": -1}, b"", "must be at least 1, got -1"),
+        ({"protocol_version": 2}, b"", "speaks 1, the proposer 2"),
         ({}, b"\xff\xff\xff", "cannot be read"),
     ],
 )

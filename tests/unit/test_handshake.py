@@ -7,6 +7,7 @@ import pytest
 
 from specgw.config import parse_config
 from specgw.handshake import build_hello, greeting_mismatches, is_same_model, verifier_mismatches
+from specgw.hidden import LAST, HiddenFormat
 from specgw.types import Hello, HelloAck, ModelDescription, ProposerStatus, VerifierInfo
 
 ARGS = parse_config(
@@ -33,6 +34,27 @@ def keys(mismatches: list[str]) -> list[str]:
 def test_services_of_one_configuration_greet_one_another() -> None:
     assert greeting_mismatches(HELLO, ACK) == []
     assert verifier_mismatches(ARGS, "f" * 64, 100, VERIFIER) == []
+
+
+@pytest.mark.parametrize(
+    ("needed", "line"),
+    [
+        (HiddenFormat((2, 8), 32, "float32"), "needs those of layers 2, 8, the verifier sends"),
+        (HiddenFormat((LAST,), 64, "float32"), "needs rows of 64, the target has 32"),
+        (HiddenFormat((LAST,), 32, "int8"), "needs int8, the verifier sends float32, float16"),
+    ],
+)
+def test_hidden_states_that_cannot_be_sent_are_named(needed: HiddenFormat, line: str) -> None:
+    sends = replace(HELLO, hidden=HiddenFormat((LAST,), 32, "bfloat16"))
+    ack = replace(ACK, hidden=needed)
+
+    [mismatch] = greeting_mismatches(sends, ack)
+    [without] = greeting_mismatches(HELLO, ack)
+
+    assert line in mismatch
+    assert "which are not sent" in without
+    assert greeting_mismatches(sends, ACK) == []
+    assert greeting_mismatches(sends, replace(ACK, hidden=sends.hidden)) == []
 
 
 def test_a_verifier_that_reckons_with_nothing_takes_what_is_offered() -> None:

@@ -1,6 +1,7 @@
 """Every value survives the wire, and malformed messages are refused by the name of their field."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 
 from specgw import wire
 from specgw.errors import InvalidRequest
+from specgw.hidden import DTYPE_BYTES, MAX_COMMIT_BYTES, HiddenFormat, HiddenStates
 from specgw.structured_outputs import StructuredOutputsParams
 from specgw.types import (
     Commit,
@@ -41,8 +43,25 @@ some_token_ids = st.lists(int32s, min_size=1, max_size=6)
 models = st.builds(
     ModelDescription, texts, texts, counts, texts, counts, texts, st.sampled_from(["cpu", "cuda:0"])
 )
+hidden_formats = st.builds(
+    HiddenFormat,
+    st.lists(st.integers(-1, 200), min_size=1, max_size=3, unique=True).map(tuple),
+    st.integers(1, 2**31 - 1),
+    texts,
+)
+hidden_states = st.builds(
+    lambda dtype, rows, size: HiddenStates(
+        bytes(rows * size * DTYPE_BYTES[dtype]), dtype, (rows, size)
+    ),
+    st.sampled_from(list(DTYPE_BYTES)),
+    st.integers(1, 3),
+    st.integers(1, 5),
+)
 hellos = st.builds(
-    Hello, names, models, int32s, int32s, texts, texts, st.none() | st.integers(0, 2**31 - 1)
+    Hello,
+    *(names, models, int32s, int32s, texts, texts),
+    st.none() | st.integers(0, 2**31 - 1),
+    st.none() | hidden_formats,
 )
 sizes = st.integers(0, 2**63 - 1)
 offers = st.builds(
@@ -51,16 +70,8 @@ offers = st.builds(
 shares = st.floats(0, 1)
 acks = st.builds(
     HelloAck,
-    texts,
-    texts,
-    models,
-    counts,
-    counts,
-    counts,
-    counts,
-    counts,
-    sizes,
-    counts,
+    *(texts, texts, models, counts, counts, counts, counts, counts, sizes, counts),
+    st.none() | hidden_formats,
     st.none() | st.builds(VocabMappingSummary, texts, texts, shares, shares),
 )
 statuses = st.builds(ProposerStatus, texts, st.booleans(), counts, texts, st.none() | offers)
@@ -89,7 +100,10 @@ steps = st.builds(
         st.builds(OpenSession, session_ids, some_token_ids, texts, st.none() | constraints, counts),
         max_size=3,
     ),
-    commit=st.lists(st.builds(Commit, session_ids, counts, token_ids, counts), max_size=3),
+    commit=st.lists(
+        st.builds(Commit, session_ids, counts, token_ids, counts, st.none() | hidden_states),
+        max_size=3,
+    ),
     close=st.lists(session_ids, max_size=3),
 )
 durations = st.integers(0, 10**13).map(lambda nanos: nanos // 10**9 + nanos % 10**9 / 10**9)
@@ -275,6 +289,17 @@ def test_a_block_with_neither_tokens_nor_reason_is_empty() -> None:
     assert drafted[0].reason is UndraftedReason.EMPTY
 
 
+def with_hidden(**hidden: Any) -> proposer_pb2.ProposeRequest:
+    commit = proposer_pb2.Commit(session_id=1, hidden=proposer_pb2.HiddenStates(**hidden))
+    return proposer_pb2.ProposeRequest(step=proposer_pb2.ProposeStep(commit=[commit]))
+
+
+def hello_with_hidden(**hidden: Any) -> proposer_pb2.ProposeRequest:
+    return proposer_pb2.ProposeRequest(
+        hello=proposer_pb2.Hello(verifier_id="v", hidden=proposer_pb2.HiddenFormat(**hidden))
+    )
+
+
 @pytest.mark.parametrize(
     ("message", "field"),
     [
@@ -311,6 +336,22 @@ def test_a_block_with_neither_tokens_nor_reason_is_empty() -> None:
             ),
             "step.commit[0].base_length",
         ),
+        (with_hidden(values=b"12345", dtype="float32", row_count=1, row_size=1), "hidden.shape"),
+        (with_hidden(values=b"", dtype="float32", row_count=0, row_size=4), "hidden.shape"),
+        (with_hidden(values=b"12345678", dtype="float64", row_count=1, row_size=1), "hidden.dtype"),
+        (
+            with_hidden(
+                values=bytes(MAX_COMMIT_BYTES + 2),
+                dtype="float16",
+                row_count=MAX_COMMIT_BYTES // 2 + 1,
+                row_size=1,
+            ),
+            "hidden.values",
+        ),
+        (hello_with_hidden(layers=[], size=4, dtype="float32"), "hidden.layers"),
+        (hello_with_hidden(layers=[3, 3], size=4, dtype="float32"), "hidden.layers"),
+        (hello_with_hidden(layers=[-2], size=4, dtype="float32"), "hidden.layers"),
+        (hello_with_hidden(layers=[-1], size=0, dtype="float32"), "hidden.size"),
     ],
 )
 def test_malformed_requests_are_refused_by_field(

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from specgw.engine.sampling import RowSampling, sample
+from specgw.engine.sampling import RowSampling, argmax, sample
 
 PLAIN = RowSampling(temperature=1.0, top_p=1.0, top_k=0, seed=0, position=0)
 GREEDY = replace(PLAIN, temperature=0.0)
@@ -142,3 +142,21 @@ def test_broken_logits_give_some_token_of_the_vocabulary(row: RowSampling, broke
 
 def test_no_rows_give_no_tokens() -> None:
     assert sample(torch.empty(0, 10), []) == []
+
+
+@pytest.mark.parametrize("vocab_size", [1, 255, 256, 511, 512, 513, 2048, 5000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_argmax_is_that_of_torch_ties_and_broken_rows_included(
+    vocab_size: int, dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(vocab_size)
+    logits = torch.randint(-9, 9, (40, vocab_size), generator=generator).to(dtype)  # many ties
+    logits[1, vocab_size // 2 :] = torch.nan
+    logits[2, :] = -torch.inf
+    logits[3, -1] = torch.inf
+    logits[4, :] = torch.arange(vocab_size)
+
+    assert argmax(logits).tolist() == logits.argmax(-1).tolist()
+    assert argmax(logits[:, : vocab_size - vocab_size // 3]).tolist() == (
+        logits[:, : vocab_size - vocab_size // 3].argmax(-1).tolist()
+    )

@@ -1,6 +1,7 @@
 """The proposer's core on a toy model: what it drafts, what it feeds, and whom it refuses."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -9,10 +10,12 @@ from hypothesis import strategies as st
 from proposer_svc.draft_model import DraftModelDrafter
 from proposer_svc.draft_vocabulary import SharedVocabulary
 from proposer_svc.proposer import ProposerCore, RoundCounts, build_proposer
+from proposer_svc.session_table import Session
 from specgw.budget import PREFILL_CHUNK
 from specgw.config import parse_config
 from specgw.engine.model_runner import SequenceChunk
 from specgw.errors import ConfigError, IncompatibleModels
+from specgw.hidden import LAST, HiddenFormat, HiddenStates
 from specgw.link import InProcessLink, Proposer, ProposerLink
 from specgw.types import (
     Commit,
@@ -420,6 +423,49 @@ def test_logits_that_are_not_numbers_end_their_own_session_only() -> None:
     assert list(good.token_ids) == toy_continuation([1, 2, 7], 3)
     assert (bad.session_id, bad.reason) == (2, UndraftedReason.ERROR)
     assert proposer.load().session_count == 1
+
+
+# Hidden states of the target.
+
+
+class Reader(DraftModelDrafter):
+    """Drafts as if it read hidden states, and keeps those that it is given."""
+
+    hidden = HiddenFormat((LAST,), 2, "float16")
+
+    def __init__(self, runner: ToyRunner) -> None:
+        super().__init__(runner, 512)
+        self.read: list[HiddenStates | None] = []
+
+    def commit(self, session: Session, token_ids: Sequence[int]) -> None:
+        self.read.append(session.hidden)
+        super().commit(session, token_ids)
+
+
+def test_a_drafter_is_given_the_hidden_states_that_it_needs() -> None:
+    drafter = Reader(ToyRunner())
+    proposer = ProposerCore(drafter, 4, max_sessions=8)
+    with pytest.raises(IncompatibleModels, match="hidden states"):
+        proposer.connect(hello("v"))
+    proposer.connect(replace(hello("v"), hidden=HiddenFormat((LAST,), 2, "float32")))
+    open_sessions(proposer, [1, 2], [3, 4])
+    states = HiddenStates(bytes(8), "float16", (2, 2))
+    wrong = HiddenStates(bytes(8), "float32", (1, 2))
+
+    refusal, block = ask(proposer, Commit(1, 2, [7], 4, states), Commit(2, 2, [7], 4, wrong))
+
+    assert proposer.offer.hidden == drafter.hidden
+    assert (drafter.read, block.session_id, len(block.token_ids)) == ([states], 1, 4)
+    assert (refusal.session_id, refusal.reason) == (2, UndraftedReason.ERROR)
+
+
+def test_hidden_states_that_nobody_asked_for_are_refused() -> None:
+    proposer, _ = build()
+    open_sessions(proposer, [1, 2])
+
+    [block] = ask(proposer, Commit(1, 2, [7], 4, HiddenStates(bytes(8), "float16", (2, 2))))
+
+    assert block.reason is UndraftedReason.ERROR
 
 
 # Memory.

@@ -1,9 +1,13 @@
 """When a session waits for its block and when it does not, on a clock that the test holds."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
+import torch
 
+from specgw.channel import MAX_MESSAGE_BYTES
+from specgw.hidden import LAST, MAX_COMMIT_BYTES, HiddenFormat
 from specgw.link import LinkListener
 from specgw.types import (
     DraftBlock,
@@ -321,3 +325,27 @@ def test_closing_tells_the_proposer_once(bench: Bench) -> None:
 
     assert [step.close for step in bench.links[0].sent] == [(), (1,)]
     assert bench.drafting.status()[0].session_count == 0
+
+
+def test_hidden_states_of_many_sessions_go_in_messages_that_are_not_too_large(
+    bench: Bench,
+) -> None:
+    needed = HiddenFormat((LAST,), MAX_COMMIT_BYTES // 4, "float32")
+    bench.drafting.link_up("one", replace(ack(), hidden=needed))
+    sessions = [new_session(number) for number in range(1, 6)]
+    for session in sessions:
+        bench.drafting.open(session, bench.now)
+        assert bench.drafting.needs_hidden(session)
+        session.append([7])
+        session.draft.hidden.append(2, torch.zeros(1, needed.size))
+        bench.drafting.ask(session, bench.now)
+
+    bench.drafting.flush()
+
+    sent = bench.links[0].sent
+    assert [[commit.session_id for commit in step.commit] for step in sent] == [[1, 2], [3, 4], [5]]
+    assert [len(step.open) for step in sent] == [5, 0, 0]
+    assert all(
+        sum(len(c.hidden.values) for c in step.commit if c.hidden) < MAX_MESSAGE_BYTES
+        for step in sent
+    )

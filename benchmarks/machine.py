@@ -1,9 +1,11 @@
-"""Reads from Linux how much processor time a process tree and the whole machine have used."""
+"""Reads from Linux what processes and the whole machine have used of processors and memory."""
 
 import os
+import socket
 from pathlib import Path
 
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 def machine_seconds() -> float:
@@ -11,6 +13,23 @@ def machine_seconds() -> float:
     fields = Path("/proc/stat").read_text().splitlines()[0].split()[1:]
     user, nice, system, _idle, _iowait, irq, softirq = (int(field) for field in fields[:7])
     return (user + nice + system + irq + softirq) / _TICKS_PER_SECOND
+
+
+def process_seconds(pid: int) -> float:
+    """Returns the processor seconds that one process has used."""
+    return _usage_by_pid()[pid][1]
+
+
+def resident_bytes(pid: int) -> int:
+    """Returns the memory that a process holds now."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE_BYTES
+
+
+def free_port() -> int:
+    """Returns a TCP port that nobody listens on now."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
 
 
 def tree_seconds(root_pid: int) -> float:

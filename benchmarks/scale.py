@@ -1,0 +1,322 @@
+"""Loads everything but the models: SIMULATED devices, real services, wire and gateway.
+
+    python -m benchmarks.scale rounds    # how close to the ideal a round of draft and verify is
+    python -m benchmarks.scale gateway   # what the gateway costs, and what it adds
+
+`rounds` asks a verifier over gRPC and compares with a target that never waits: a step takes the
+longer of verifying and drafting. `gateway` streams over HTTP. Its processor time counts the gateway
+process alone, so it says what one core could do even where other processes want cores too.
+"""
+
+import asyncio
+import bisect
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import click
+import httpx
+
+from benchmarks.machine import free_port, process_seconds, resident_bytes
+from benchmarks.stream_client import EventStreamClient, open_stream
+from benchmarks.systems import run_specgw
+from specgw import wire
+from specgw.channel import open_channel
+from specgw.config import EngineArgs, parse_config
+from specgw.supervisor import embedded_services
+from specgw.types import GenerateRequest, SamplingParams
+from specgw.v1 import verifier_pb2_grpc
+
+_MODELS = {"model": "tiny/target", "served_model_name": "simulated"}
+_VOCAB = 2000
+_PROMPT_TOKENS = 32
+_START_S = 120.0
+
+
+@click.group()
+def main() -> None:
+    """Simulated devices: nothing here says anything about models."""
+
+
+# Rounds of draft and verify.
+
+
+@main.command()
+@click.option("--sessions", multiple=True, default=(1, 16, 128), show_default=True)
+@click.option("--verify-ms", default=11.0, show_default=True)
+@click.option("--draft-step-ms", default=1.2, show_default=True)
+@click.option("--rtt-ms", default=0.3, show_default=True, help="Added to the way of the blocks.")
+@click.option("--acceptance", default=0.8, show_default=True)
+@click.option("-k", "draft_tokens", default=6, show_default=True)
+@click.option("--seconds", default=6.0, show_default=True, help="For each number of sessions.")
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Writes figures here.")
+def rounds(
+    sessions: Sequence[int],
+    verify_ms: float,
+    draft_step_ms: float,
+    rtt_ms: float,
+    acceptance: float,
+    draft_tokens: int,
+    seconds: float,
+    json_file: Path | None,
+) -> None:
+    """Compares tokens/s with the overlapped ideal, and says where a round's time goes."""
+    simulation = {
+        "verify_ms": verify_ms,
+        "draft_step_ms": draft_step_ms,
+        "rtt_ms": rtt_ms,
+        "acceptance_rate": acceptance,
+    }
+    figures = asyncio.run(_measure_rounds(sessions, simulation, draft_tokens, seconds))
+    draft_ms = draft_tokens * draft_step_ms + rtt_ms
+    per_round = sum(acceptance**i for i in range(draft_tokens + 1))
+    print(f"SIMULATION: {simulation}, K={draft_tokens}: {per_round:.2f} tokens a round at best")
+    names = ("step", "forward", "answer", "draft")
+    print(f"{'sessions':>8}{'tokens/s':>10}{'of ideal':>10}{'in turn':>9}{'tokens/round':>14}")
+    for row in figures:
+        ideal = row["sessions"] * per_round / max(verify_ms, draft_ms) * 1e3
+        in_turn = row["sessions"] * per_round / (verify_ms + draft_ms) * 1e3
+        row |= {"of_ideal": row["tokens_per_s"] / ideal, "in_turn": row["tokens_per_s"] / in_turn}
+        print(
+            f"{row['sessions']:>8.0f}{row['tokens_per_s']:>10.0f}{row['of_ideal']:>10.3f}"
+            f"{row['in_turn']:>9.3f}{row['tokens_per_round']:>14.2f}   "
+            + ", ".join(f"{name} {row[f'{name}_ms']:.2f} ms" for name in names)
+        )
+    if json_file is not None:
+        json_file.write_text(json.dumps(figures, indent=2), encoding="utf-8")
+
+
+async def _measure_rounds(
+    sessions: Sequence[int], simulation: Mapping[str, float], draft_tokens: int, seconds: float
+) -> list[dict[str, float]]:
+    metrics = f"127.0.0.1:{free_port()}"
+    args = parse_config({
+        **_MODELS,
+        "max_num_seqs": max(sessions),
+        "max_num_batched_tokens": max(2048, (draft_tokens + 1) * max(sessions) + 512),
+        "speculative_config": {"model": "tiny/draft", "num_speculative_tokens": draft_tokens},
+        "specgw": {
+            "simulation": simulation,
+            "verifier": {"metrics_listen": metrics},
+            "proposer": {"max_sessions": max(sessions)},
+        },
+    })  # fmt: skip
+    async with (
+        embedded_services(args) as (verifier, *_),
+        open_channel(verifier.spec.address) as channel,
+        httpx.AsyncClient(base_url=f"http://{metrics}", timeout=60, trust_env=False) as client,
+    ):
+        stub = verifier_pb2_grpc.VerifierServiceStub(channel)
+        figures = []
+        for count in sessions:
+            calls = [asyncio.create_task(_generate_for_ever(stub, n)) for n in range(count)]
+            await asyncio.sleep(seconds / 3)  # prefills, and what is learned of the other side
+            before, began = await _counters(client), time.perf_counter()
+            await asyncio.sleep(seconds)
+            after, took = await _counters(client), time.perf_counter() - began
+            for call in calls:
+                call.cancel()
+            await asyncio.wait(calls)
+            gone = {name: after[name] - value for name, value in before.items()}
+            figures.append({"sessions": float(count), **_round_figures(gone, took, count)})
+        return figures
+
+
+async def _generate_for_ever(
+    stub: "verifier_pb2_grpc.VerifierServiceAsyncStub", number: int
+) -> None:
+    """Runs one request after the other until cancelled."""
+    params = SamplingParams(temperature=0, max_tokens=900, ignore_eos=True)
+    prompt = [(number * 7 + i) % _VOCAB for i in range(_PROMPT_TOKENS)]
+    while True:
+        request = GenerateRequest(f"session-{number}", prompt, params)
+        async for _ in stub.Generate(wire.generate_request_to_pb(request), timeout=600):
+            pass
+        prompt[0] = (prompt[0] + 1) % _VOCAB
+
+
+async def _counters(client: httpx.AsyncClient) -> dict[str, float]:
+    """Reads the verifier's unlabelled samples."""
+    lines = (await client.get("/metrics")).text.splitlines()
+    samples = (line.split() for line in lines if line.startswith("specgw_") and "{" not in line)
+    return {name.removeprefix("specgw_verifier_"): float(value) for name, value in samples}
+
+
+def _round_figures(gone: Mapping[str, float], seconds: float, sessions: int) -> dict[str, float]:
+    def mean_ms(name: str) -> float:
+        return 1e3 * gone[f"{name}_seconds_sum"] / max(1.0, gone[f"{name}_seconds_count"])
+
+    return {
+        "tokens_per_s": gone["output_tokens_total"] / seconds,
+        "tokens_per_round": 1 + gone["accepted_tokens_total"] / max(1.0, gone["drafts_total"]),
+        "step_ms": 1e3 * seconds / gone["steps_total"],
+        "rows": gone["step_rows_sum"] / gone["steps_total"],
+        "forward_ms": mean_ms("forward"),
+        "answer_ms": mean_ms("draft_answer"),
+        "draft_ms": mean_ms("draft_work"),
+    }
+
+
+# The gateway.
+
+
+@main.command()
+@click.option("--streams", default=256, show_default=True, help="For throughput and latency.")
+@click.option("--many", default=1000, show_default=True, help="Streams open at once for a while.")
+@click.option("--seconds", default=8.0, show_default=True, help="For each of the three.")
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Writes figures here.")
+def gateway(streams: int, many: int, seconds: float, json_file: Path | None) -> None:
+    """Measures throughput, added latency and memory over HTTP streams, one token an event."""
+    figures = asyncio.run(_measure_gateway(streams, many, seconds))
+    print("SIMULATION: targets without drafts, one token an event")
+    for name, value in figures.items():
+        print(f"{name:<40}{value:>12.4g}")
+    if json_file is not None:
+        json_file.write_text(json.dumps(figures, indent=2), encoding="utf-8")
+
+
+async def _measure_gateway(streams: int, many: int, seconds: float) -> dict[str, float]:
+    figures: dict[str, float] = {}
+    async with _served(streams, verify_ms=5.0) as stack:
+        figures |= await _throughput(stack, streams, seconds)
+    async with _served(streams + 1, verify_ms=100.0) as stack:
+        figures |= await _latency(stack, streams, seconds)
+    async with _served(many, verify_ms=250.0) as stack:
+        figures |= await _memory(stack, many, seconds)
+    return figures
+
+
+class _Stack:
+    """A gateway in a process of its own, in front of a simulated verifier in another."""
+
+    def __init__(self, port: int, verifier: str, pid: int) -> None:
+        self.port = port
+        self.verifier = verifier
+        self.pid = pid
+
+    async def open(
+        self, count: int, max_tokens: int, came: list[float] | None = None
+    ) -> list[EventStreamClient]:
+        """Opens streams; the time of each event goes to `came`."""
+        times = [] if came is None else came
+        clients = []
+        for number in range(count):
+            prompt = [(number * 7 + i) % _VOCAB for i in range(_PROMPT_TOKENS)]
+            body = {
+                "prompt": prompt,
+                "max_tokens": max_tokens,
+                "temperature": 0,
+                "ignore_eos": True,
+            }
+            clients.append(
+                await open_stream(
+                    "127.0.0.1",
+                    self.port,
+                    body,
+                    lambda count, at: times.extend([at] * count),
+                )
+            )
+        return clients
+
+
+@asynccontextmanager
+async def _served(sessions: int, verify_ms: float) -> AsyncIterator[_Stack]:
+    """Runs a verifier and a gateway, two processes."""
+    port = free_port()
+    args = _gateway_args(sessions, verify_ms)
+    async with embedded_services(args) as (verifier, *_):
+        with tempfile.TemporaryDirectory() as folder:
+            config = args.model_dump(mode="json", exclude_none=True)
+            config["port"] = port
+            config["specgw"]["gateway"]["verifiers"] = [verifier.spec.address]
+            with run_specgw(config, Path(folder), _START_S) as server:
+                yield _Stack(port, verifier.spec.address, server.process.popen.pid)
+
+
+def _gateway_args(sessions: int, verify_ms: float) -> EngineArgs:
+    return parse_config({
+        **_MODELS,
+        "max_num_seqs": sessions,
+        "max_num_batched_tokens": max(2048, 2 * sessions),
+        "specgw": {
+            "simulation": {"verify_ms": verify_ms},
+            "gateway": {"max_concurrent_requests": sessions},
+        },
+    })  # fmt: skip
+
+
+async def _throughput(stack: _Stack, streams: int, seconds: float) -> dict[str, float]:
+    """Counts the events of streams that the engine never lets wait."""
+    clients = await stack.open(streams, 900)
+    await asyncio.gather(*(client.started for client in clients))
+    events, busy = sum(c.num_events for c in clients), process_seconds(stack.pid)
+    began = time.perf_counter()
+    await asyncio.sleep(seconds)
+    events = sum(c.num_events for c in clients) - events
+    busy, took = process_seconds(stack.pid) - busy, time.perf_counter() - began
+    for client in clients:
+        client.abort()
+    return {
+        f"tokens/s of {streams} streams": events / took,
+        "tokens per processor second": events / busy,
+        "cores in use": busy / took,
+    }
+
+
+async def _latency(stack: _Stack, streams: int, seconds: float) -> dict[str, float]:
+    """Compares when an event comes with when a client of the verifier had the same step's token."""
+    steps: list[float] = []
+    direct = asyncio.create_task(_follow(stack.verifier, steps))
+    clients = await stack.open(streams, 900)
+    await asyncio.gather(*(client.started for client in clients))
+    came: list[float] = []
+    for client in clients:
+        client.on_events = lambda count, at: came.extend([at] * count)
+    await asyncio.sleep(seconds)
+    direct.cancel()
+    for client in clients:
+        client.abort()
+    added = sorted(
+        at - steps[place - 1] for at in came if (place := bisect.bisect_right(steps, at)) > 0
+    )
+    return {
+        f"added latency of {streams} streams, median ms": 1e3 * statistics.median(added),
+        "p99 ms": 1e3 * added[int(0.99 * len(added))],
+    }
+
+
+async def _follow(address: str, steps: list[float]) -> None:
+    """Notes when each step's token reaches a client of the verifier itself."""
+    async with open_channel(address) as channel:
+        stub = verifier_pb2_grpc.VerifierServiceStub(channel)
+        params = SamplingParams(temperature=0, max_tokens=900, ignore_eos=True)
+        request = wire.generate_request_to_pb(GenerateRequest("direct", [1, 2, 3], params))
+        async for _ in stub.Generate(request, timeout=600):
+            steps.append(time.perf_counter())
+
+
+async def _memory(stack: _Stack, streams: int, seconds: float) -> dict[str, float]:
+    """Runs many streams to their ends twice over: the second time needs no more memory."""
+    peaks, num_failed = [], 0
+    for _ in range(2):
+        clients = await stack.open(streams, max(8, int(seconds * 4)))
+        peak = 0
+        ends = asyncio.gather(*(client.ended for client in clients))
+        while not ends.done():
+            peak = max(peak, resident_bytes(stack.pid))
+            await asyncio.wait([ends], timeout=0.25)
+        num_failed += ends.result().count(False)
+        peaks.append(peak)
+    return {
+        f"failed of {2 * streams} streams": num_failed,
+        "gateway memory MiB, first time": peaks[0] / 2**20,
+        "second time": peaks[1] / 2**20,
+    }
+
+
+if __name__ == "__main__":
+    main()

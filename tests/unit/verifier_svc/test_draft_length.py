@@ -1,0 +1,191 @@
+"""How many tokens are drafted, in a world whose true costs the test knows."""
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specgw.engine.model_runner import SequenceChunk
+from specgw.types import HelloAck
+from tests.doubles import ToyRunner
+from tests.scripted_proposers import SCRIPTED_MODEL
+from verifier_svc.draft_length import (
+    AcceptanceRate,
+    AnswerCost,
+    DraftLength,
+    ProposerHistory,
+    SessionHistory,
+    StepCost,
+    expected_tokens,
+    profile_steps,
+)
+
+MAX_DRAFT_TOKENS = 8
+# Seconds of a step of the target: flat while it waits for memory, then growing with every row.
+PROFILE = ((1, 0.050), (4, 0.051), (8, 0.060), (16, 0.100), (32, 0.200))
+
+
+def offer(extra_slots: int) -> HelloAck:
+    return HelloAck("p", "scripted", SCRIPTED_MODEL, MAX_DRAFT_TOKENS, extra_slots, 10)
+
+
+class World:
+    """Sessions in lockstep, with a draft model that takes `draft_s` for each token."""
+
+    def __init__(
+        self, rate: float, draft_s: float, num_sessions: int, *, is_parallel: bool = False
+    ):
+        self.rate, self.draft_s, self.num_sessions = rate, draft_s, num_sessions
+        self.is_parallel = is_parallel
+        self.step_cost = StepCost(PROFILE)
+        self.length = DraftLength()
+        self.length.step_cost = StepCost(PROFILE)
+        self.length.num_running = num_sessions
+        self.session = SessionHistory()
+        self.proposer = ProposerHistory.of(offer(MAX_DRAFT_TOKENS if is_parallel else 1))
+        self.rng = random.Random(0)
+        self.num_tokens = 0
+        self.seconds = 0.0
+
+    def answer_s(self, num_tokens: int) -> float:
+        if self.is_parallel or num_tokens == 0:
+            return self.draft_s * (num_tokens > 0)
+        return 0.002 + self.draft_s * num_tokens
+
+    def round_s(self, num_tokens: int) -> float:
+        return self.answer_s(num_tokens) + self.step_cost.seconds(
+            self.num_sessions * (1 + num_tokens)
+        )
+
+    def best(self) -> float:
+        """Returns the tokens per second of the best constant choice."""
+        return max(expected_tokens(k, self.rate) / self.round_s(k) for k in range(9))
+
+    def plain(self) -> float:
+        return 1 / self.round_s(0)
+
+    def run(self, num_rounds: int) -> float:
+        """Returns tokens per second of one session."""
+        num_tokens, seconds = 0, 0.0
+        for _ in range(num_rounds):
+            asked = self.length.choose(MAX_DRAFT_TOKENS, self.session, self.proposer)
+            accepted = 0
+            while accepted < asked and self.rng.random() < self.rate:
+                accepted += 1
+            noise = self.rng.uniform(0.9, 1.1)
+            if asked:
+                self.session.acceptance.observe(asked, accepted)
+                self.proposer.acceptance.observe(asked, accepted)
+                self.proposer.cost.observe(asked, self.answer_s(asked) * noise)
+            step_s = self.step_cost.seconds(self.num_sessions * (1 + asked))
+            self.length.observe_step(self.num_sessions * (1 + asked), step_s * noise)
+            num_tokens += accepted + 1
+            seconds += self.answer_s(asked) + step_s
+        return num_tokens / seconds
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 0.98])
+@pytest.mark.parametrize("draft_s", [0.0005, 0.005, 0.02, 0.1])
+@pytest.mark.parametrize("num_sessions", [1, 4, 16])
+@pytest.mark.parametrize("is_parallel", [False, True])
+def test_the_choice_is_near_the_best_constant_one_and_never_much_below_plain_decoding(
+    rate: float, draft_s: float, num_sessions: int, is_parallel: bool
+) -> None:
+    world = World(rate, draft_s, num_sessions, is_parallel=is_parallel)
+    world.run(100)  # learns
+
+    reached = world.run(4000)
+
+    assert reached >= 0.9 * world.best()
+    assert reached >= 0.98 * world.plain()
+
+
+def test_a_draft_that_becomes_good_is_found() -> None:
+    world = World(0.0, 0.01, 1)
+    world.run(500)
+    asked = world.length.choose(MAX_DRAFT_TOKENS, world.session, world.proposer)
+    assert asked == 0
+    world.rate = 0.9
+
+    world.run(2000)
+
+    assert world.run(1000) >= 0.9 * world.best()
+
+
+def test_without_knowledge_the_most_is_drafted() -> None:
+    length, session, proposer = DraftLength(), SessionHistory(), ProposerHistory.of(offer(1))
+
+    assert length.choose(5, session, proposer) == 5
+    length.step_cost = StepCost(PROFILE)
+    assert length.choose(5, session, proposer) == 5
+
+
+def test_a_fixed_length_is_kept_whatever_it_costs() -> None:
+    world = World(0.0, 1.0, 1)
+    world.length.is_adaptive = False
+    world.run(100)
+
+    assert world.length.choose(5, world.session, world.proposer) == 5
+
+
+@pytest.mark.parametrize(
+    ("num_running", "allowed"), [(0, 8), (1, 8), (4, 8), (5, 4), (8, 4), (9, 4), (20, 0), (99, 0)]
+)
+def test_the_schedule_by_batch_size(num_running: int, allowed: int) -> None:
+    """vLLM: a gap, and what follows the last entry, keeps the K before it."""
+    length = DraftLength(schedule=((10, 50, 0), (1, 4, 10), (5, 7, 4)))
+    length.num_running = num_running
+
+    assert length.allowed(8) == allowed
+
+
+@given(st.lists(st.tuples(st.integers(1, 8), st.integers(0, 8)), max_size=50))
+def test_a_rate_of_acceptance_is_one(rounds: list[tuple[int, int]]) -> None:
+    rate = AcceptanceRate()
+    for drafted, accepted in rounds:
+        rate.observe(drafted, min(accepted, drafted))
+
+    assert 0 <= rate.value(0.5) <= 1
+
+
+def test_an_answers_cost_is_the_line_through_what_was_measured() -> None:
+    cost = AnswerCost()
+    for num_tokens in (2, 5, 8, 3):
+        cost.observe(num_tokens, 0.004 + 0.003 * num_tokens)
+
+    assert cost.seconds(6) == pytest.approx(0.022)
+    assert cost.seconds(0) == 0
+
+
+@pytest.mark.parametrize(("is_sequential", "expected"), [(True, 0.01), (False, 0.02)])
+def test_answers_for_one_number_alone(is_sequential: bool, expected: float) -> None:
+    cost = AnswerCost(is_sequential)
+    cost.observe(4, 0.02)
+
+    assert cost.seconds(2) == pytest.approx(expected)
+
+
+def test_a_step_costs_what_the_profile_says_scaled_by_what_is_seen() -> None:
+    cost = StepCost(((1, 0.010), (4, 0.009), (8, 0.018)))  # the first was disturbed
+
+    assert cost.seconds(1) == pytest.approx(0.009)
+    assert cost.seconds(6) == pytest.approx(0.0135)
+    assert cost.seconds(12) == pytest.approx(0.027)
+    for _ in range(100):
+        cost.observe(4, 0.018)
+    assert cost.seconds(8) == pytest.approx(0.036, rel=1e-3)
+    cost.observe(4, 10.0)  # somebody else's doing
+    assert cost.seconds(8) == pytest.approx(0.036, rel=1e-3)
+
+
+def test_the_profile_leaves_nothing_behind() -> None:
+    runner = ToyRunner()
+    ticks = iter(range(1000))
+
+    cost = profile_steps(runner, lambda: float(next(ticks)))
+
+    assert runner.kv_cache.used_tokens == 0
+    assert cost.seconds(5) == pytest.approx(1.0)
+    cache = runner.kv_cache.new_sequence()
+    runner.forward([SequenceChunk(cache, [1], 1)])

@@ -1,0 +1,256 @@
+"""How many tokens to draft for a session: the number that gives most tokens for the time it takes.
+
+With a rate of acceptance a, a round of k draft tokens gives E(k) = (1 - a^(k+1)) / (1 - a) tokens
+on average (Leviathan et al., 2023, arXiv:2211.17192, equation 1) and takes D(k) + V(n (1 + k)):
+the proposer's answer, then the target's step with that many rows for n sessions. k = 0 is plain
+decoding. All of it is measured; nothing that is decided here depends on a drafted token, so the
+output's law stays what it is.
+"""
+
+import bisect
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from specgw.config import EngineArgs
+from specgw.engine.model_runner import ModelRunner, SequenceChunk
+from specgw.types import HelloAck
+
+_PROFILE_ROWS = (1, 2, 4, 8, 16, 32)
+_PROFILE_CONTEXT = 64
+_SCALE_WEIGHT = 0.1  # of the newest step
+_OUTLIER = 3.0  # a step this many times as long as expected was disturbed
+_DECAY = 0.95  # of what is known, with each new answer of a proposer
+_SESSION_DECAY = 0.98  # of what is known, with each new round of a session
+_PROPOSER_DECAY = 0.998  # the same, with each new round of any session
+_PRIOR_TOKENS = 8.0  # tested, that the proposer's own rate counts for in a session
+_PROBE_TOKENS = 2
+_MAX_PROBE_SHARE = 0.01  # of the time that a session without drafts takes
+_MIN_PROBE_ROUNDS = 16  # without drafts, before they are tried again; doubles up to the maximum
+_MAX_PROBE_ROUNDS = 256
+
+
+@dataclass(slots=True)
+class AcceptanceRate:
+    """How likely a draft token is accepted if those before it were, by recent rounds."""
+
+    decay: float = _SESSION_DECAY
+    num_accepted: float = 0.0
+    num_tested: float = 0.0
+
+    def observe(self, num_drafted: int, num_accepted: int) -> None:
+        """Counts a round: the first token that is rejected is the last one that was tested."""
+        tested = min(num_accepted + 1, num_drafted)
+        self.num_accepted = self.decay * self.num_accepted + num_accepted
+        self.num_tested = self.decay * self.num_tested + tested
+
+    def value(self, prior: float = 1.0) -> float:
+        """Returns the rate, near `prior` while little is known."""
+        weighted = self.num_accepted + _PRIOR_TOKENS * prior
+        return weighted / (self.num_tested + _PRIOR_TOKENS)
+
+
+@dataclass(slots=True)
+class AnswerCost:
+    """Seconds from asking a proposer to its block: a line over the tokens asked for.
+
+    While all answers were for one number, they are taken to grow with it if tokens are drafted
+    one after another, and to be constant if not.
+    """
+
+    is_sequential: bool = True
+    _weight: float = 0.0
+    _x: float = 0.0
+    _y: float = 0.0
+    _xx: float = 0.0
+    _xy: float = 0.0
+
+    @property
+    def is_known(self) -> bool:
+        """Whether there was an answer."""
+        return self._weight > 0
+
+    def observe(self, num_tokens: int, answer_s: float) -> None:
+        """Takes in one answer."""
+        x, y = float(num_tokens), answer_s
+        values = (self._weight, self._x, self._y, self._xx, self._xy)
+        added = (1.0, x, y, x * x, x * y)
+        self._weight, self._x, self._y, self._xx, self._xy = (
+            _DECAY * value + more for value, more in zip(values, added, strict=True)
+        )
+
+    def seconds(self, num_tokens: int) -> float:
+        """Returns the expected time of an answer with that many tokens; none for no tokens."""
+        if num_tokens == 0:
+            return 0.0
+        mean_x, mean_y = self._x / self._weight, self._y / self._weight
+        variance = self._xx / self._weight - mean_x**2
+        slope = mean_y / mean_x if self.is_sequential else 0.0
+        if variance > 0.1:
+            slope = max(0.0, (self._xy / self._weight - mean_x * mean_y) / variance)
+        return max(0.0, mean_y + slope * (num_tokens - mean_x))
+
+
+class StepCost:
+    """Seconds of a step by its rows: the profile of the target, scaled by what steps take now."""
+
+    def __init__(self, profile: Sequence[tuple[int, float]]) -> None:
+        """Takes (rows, seconds), by increasing rows; at least two."""
+        self._rows = [rows for rows, _ in profile]
+        # More rows never take less: a shorter time is noise of the longer one.
+        seconds = [seconds for _, seconds in profile]
+        self._seconds = list(itertools.accumulate(reversed(seconds), min))[::-1]
+        self._scale = 1.0
+
+    def observe(self, num_rows: int, step_s: float) -> None:
+        """Takes in one step of decoding sessions."""
+        ratio = step_s / self._profiled(num_rows)
+        if ratio < _OUTLIER * self._scale:
+            self._scale += _SCALE_WEIGHT * (ratio - self._scale)
+
+    def seconds(self, num_rows: int) -> float:
+        """Returns the expected time of a step."""
+        return self._scale * self._profiled(num_rows)
+
+    def _profiled(self, num_rows: int) -> float:
+        """Interpolates, and goes on with the last slope beyond the profile."""
+        right = min(max(bisect.bisect_left(self._rows, num_rows), 1), len(self._rows) - 1)
+        left = right - 1
+        slope = (self._seconds[right] - self._seconds[left]) / (
+            self._rows[right] - self._rows[left]
+        )
+        return self._seconds[left] + slope * (num_rows - self._rows[left])
+
+
+def profile_steps(runner: ModelRunner, clock: Callable[[], float]) -> StepCost:
+    """Measures steps of a few rows: each twice, the shorter one counts. About a second on a CPU."""
+    room = min(runner.max_model_len, runner.kv_cache.capacity_tokens)
+    context = min(_PROFILE_CONTEXT, room // 2)
+    cache = runner.kv_cache.new_sequence()
+    runner.forward([SequenceChunk(cache, [0] * context, 1)])
+    profile = []
+    for num_rows in (rows for rows in _PROFILE_ROWS if rows <= room - context):
+        times = []
+        for _ in range(2):
+            began = clock()
+            runner.forward([SequenceChunk(cache, [0] * num_rows, num_rows)])
+            times.append(clock() - began)
+            cache.truncate(context)
+        profile.append((num_rows, max(min(times), 1e-9)))
+    cache.release()
+    return StepCost(profile)
+
+
+@dataclass(slots=True)
+class DraftingPause:
+    """How long a session has gone without drafts because they did not pay."""
+
+    num_rounds: int = 0
+    probe_after: int = _MIN_PROBE_ROUNDS
+
+    def is_over(self, probe_cost: float) -> bool:
+        """Counts a round; returns whether drafts are to be tried, for the time of some rounds."""
+        self.num_rounds += 1
+        if self.num_rounds < max(self.probe_after, probe_cost / _MAX_PROBE_SHARE):
+            return False
+        self.num_rounds = 0
+        self.probe_after = min(2 * self.probe_after, _MAX_PROBE_ROUNDS)
+        return True
+
+    def end(self) -> None:
+        """Drafts pay."""
+        self.num_rounds, self.probe_after = 0, _MIN_PROBE_ROUNDS
+
+
+@dataclass(slots=True)
+class SessionHistory:
+    """What a session's past rounds say of its next."""
+
+    acceptance: AcceptanceRate = field(default_factory=AcceptanceRate)
+    pause: DraftingPause = field(default_factory=DraftingPause)
+
+
+@dataclass(slots=True)
+class ProposerHistory:
+    """What a proposer's past answers say of its next."""
+
+    cost: AnswerCost = field(default_factory=AnswerCost)
+    acceptance: AcceptanceRate = field(default_factory=lambda: AcceptanceRate(_PROPOSER_DECAY))
+
+    @classmethod
+    def of(cls, offer: HelloAck) -> "ProposerHistory":
+        """Returns that of a proposer that has just connected."""
+        # By vLLM's table of slots: parallel drafts take one for each token, lookups none.
+        return cls(AnswerCost(is_sequential=offer.extra_slots_per_session == 1))
+
+    @classmethod
+    def of_lookup(cls) -> "ProposerHistory":
+        """Returns that of the verifier's own lookup, whose answers take no time."""
+        history = cls(AnswerCost(is_sequential=False))
+        history.cost.observe(1, 0.0)
+        return history
+
+
+class DraftLength:
+    """Chooses the number of draft tokens, at most what the configuration allows.
+
+    Args:
+        schedule: `num_speculative_tokens_per_batch_size`: (first, last, K) by the number of running
+            sessions. As in vLLM a gap, and what follows the last entry, keeps the K before it.
+        is_adaptive: Whether costs are measured; else it is always the most that is allowed.
+    """
+
+    def __init__(
+        self, schedule: Sequence[tuple[int, int, int]] = (), is_adaptive: bool = True
+    ) -> None:
+        self.step_cost: StepCost | None = None  # until `profile_steps` was called
+        self.num_running = 0  # sessions in the target's steps
+        self.is_adaptive = is_adaptive
+        self._schedule = sorted(schedule)
+
+    def allowed(self, room: int) -> int:
+        """Returns the most draft tokens that the schedule lets a session have now."""
+        firsts = [first for first, _, _ in self._schedule]
+        index = bisect.bisect_right(firsts, self.num_running) - 1
+        return room if index < 0 else min(room, self._schedule[index][2])
+
+    def observe_step(self, num_rows: int, step_s: float) -> None:
+        """Takes in a step of decoding sessions only."""
+        if self.step_cost is not None:
+            self.step_cost.observe(num_rows, step_s)
+
+    def choose(self, allowed: int, session: SessionHistory, proposer: ProposerHistory) -> int:
+        """Returns how many tokens to draft next, from 0 to `allowed`."""
+        if not self.is_adaptive or self.step_cost is None or not proposer.cost.is_known:
+            return allowed
+        rate = session.acceptance.value(proposer.acceptance.value())
+        num_tokens = max(
+            range(allowed + 1),
+            key=lambda k: expected_tokens(k, rate) / self._seconds(k, proposer),
+        )
+        if num_tokens > 0:
+            session.pause.end()
+        elif session.pause.is_over(self._seconds(_PROBE_TOKENS, proposer) / self._seconds(0)):
+            return min(allowed, _PROBE_TOKENS)
+        return num_tokens
+
+    def _seconds(self, num_tokens: int, proposer: ProposerHistory | None = None) -> float:
+        """Returns the expected time of a round, for all sessions that run."""
+        assert self.step_cost is not None
+        num_rows = max(self.num_running, 1) * (1 + num_tokens)
+        answer_s = 0.0 if proposer is None else proposer.cost.seconds(num_tokens)
+        return answer_s + self.step_cost.seconds(num_rows)
+
+
+def build_draft_length(args: EngineArgs) -> DraftLength:
+    """Returns what the configuration asks for."""
+    settings, config = args.specgw.verifier, args.speculative_config
+    return DraftLength(
+        (config and config.num_speculative_tokens_per_batch_size) or (),
+        settings.draft_length == "auto" and not settings.wait_for_slow_drafts,
+    )
+
+
+def expected_tokens(num_tokens: int, rate: float) -> float:
+    """Returns the output tokens that a round of so many draft tokens gives on average."""
+    return sum(rate**i for i in range(num_tokens + 1))
