@@ -5,8 +5,7 @@ a mask: the verifier has its own.
 """
 
 import logging
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cached_property
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -22,13 +21,11 @@ logger = logging.getLogger(__name__)
 class DraftGrammars:
     """Where the outputs of all sessions stand in their grammars. For the drafter's thread."""
 
-    def __init__(self, compiler: GrammarCompiler) -> None:
+    def __init__(self, compiler: GrammarCompiler, executor: Executor | None = None) -> None:
+        """Takes what compiles, and where; by default in a thread of its own."""
         self._compiler = compiler
+        self._executor = executor or ThreadPoolExecutor(1, thread_name_prefix="grammar")
         self._matchers: dict[Session, Future[GrammarMatcher]] = {}
-
-    @cached_property
-    def _executor(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar")
 
     def open(self, session: Session) -> None:
         """Begins to compile a session's constraint, if it has one; drafts do not wait for it."""
@@ -45,6 +42,7 @@ class DraftGrammars:
         """Whether drafts of the session are to be masked."""
         return session in self._matchers
 
+    @torch.inference_mode()
     def mask(
         self,
         logits: Tensor,  # [vocab_size], -inf for ids that must not be drafted
