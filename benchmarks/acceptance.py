@@ -1,8 +1,9 @@
 """How much of each method's drafts the target accepts: `python -m benchmarks.acceptance`.
 
-The bundled tiny models in float32, greedy, in one process. The prompts are cut from files that no
-model was trained on. Every answer is compared with the one without speculation; if one differs, the
-table says so and the exit code is 1. To measure one more method, add a line to `METHODS`.
+The bundled tiny models in float32, greedy, in one process; or others, as the options say. The
+prompts are cut from files that no model was trained on. Every answer is compared with the one
+without speculation; if one differs, the table says so and the exit code is 1. To measure one more
+method, add a line to `METHODS`.
 """
 
 import json
@@ -15,6 +16,7 @@ from typing import Any
 import click
 from tokenizers import Tokenizer
 
+from benchmarks.real_pair import read_prompts
 from proposer_svc.proposer import RoundCounts
 from specgw.llm import LLM, RequestOutput
 from specgw.model_files import resolve_model
@@ -22,6 +24,15 @@ from specgw.types import SamplingParams
 from tools.tiny.evaluation import held_out_prompts
 
 TARGET = "tiny/target"
+
+
+@dataclass(frozen=True)
+class Models:
+    """What is measured. With `draft`, methods use that model in place of their own."""
+
+    target: str = TARGET
+    draft: str | None = None
+    dtype: str = "float32"
 
 
 @dataclass(frozen=True)
@@ -33,11 +44,15 @@ class Method:
     specgw: Mapping[str, Any] = field(default_factory=dict)
 
 
+_FOREIGN = {"model": "tiny/foreign", "use_heterogeneous_vocab": True}
 METHODS = (
     Method("AR", {"model": "tiny/draft"}),
     Method("n-gram", {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}),
     Method("suffix", {"method": "suffix"}),
+    Method("best of two", {"model": "tiny/draft"}, {"fallback_proposer": {"method": "suffix"}}),
     Method("PARD", {"model": "tiny/pard", "parallel_drafting": True}),
+    Method("TLI token", {**_FOREIGN, "heterogeneous_vocab_method": "token"}),
+    Method("TLI string", {**_FOREIGN, "heterogeneous_vocab_method": "string"}),
 )
 
 
@@ -62,6 +77,16 @@ class Row:
 @click.option("--num-prompts", default=8, show_default=True)
 @click.option("--max-tokens", default=128, show_default=True)
 @click.option("--method", "names", multiple=True, help="Methods by name; default all.")
+@click.option("--target", default=TARGET, show_default=True, help="Another target model.")
+@click.option("--draft", help="Another draft model, for every method measured.")
+@click.option("--dtype", default="float32", show_default=True)
+@click.option(
+    "--prompts",
+    "prompt_file",
+    type=click.Path(path_type=Path, exists=True),
+    help="JSON lines with a prompt under `data`, in place of held-out files.",
+)
+@click.option("--raw", is_flag=True, help="Those prompts as they are, not as chat messages.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Writes figures here.")
 def main(
     draft_tokens: Sequence[int],
@@ -69,15 +94,21 @@ def main(
     num_prompts: int,
     max_tokens: int,
     names: Sequence[str],
+    target: str,
+    draft: str | None,
+    dtype: str,
+    prompt_file: Path | None,
+    raw: bool,
     json_file: Path | None,
 ) -> None:
     """Measures and prints one line for each method, draft length and batch size."""
     unknown = sorted(set(names) - {method.name for method in METHODS})
     if unknown:
         raise click.BadParameter(f"no such method: {', '.join(unknown)}", param_hint="--method")
-    prompts = prompt_token_ids(num_prompts)
+    models = Models(target, draft, dtype)
+    prompts = prompt_token_ids(target, prompt_file, raw, num_prompts)
     params = SamplingParams(temperature=0, max_tokens=max_tokens)
-    plain = generate(build_llm(), prompts, params, max(batch))
+    plain = generate(build_llm(models), prompts, params, max(batch))
     expected = [answer.outputs[0].token_ids for answer in plain]
     rows = []
     print(HEADER, flush=True)
@@ -86,26 +117,32 @@ def main(
             continue
         for count in draft_tokens:
             for size in batch:
-                rows.append(measure(method, count, size, prompts, params, expected))
+                rows.append(measure(models, method, count, size, prompts, params, expected))
                 print(as_text(rows[-1]), flush=True)
     if json_file is not None:
         json_file.write_text(json.dumps([asdict(row) for row in rows], indent=2), encoding="utf-8")
     sys.exit(0 if all(row.is_lossless for row in rows) else 1)
 
 
-def prompt_token_ids(count: int) -> list[list[int]]:
-    """Returns prompts from held-out files."""
-    tokenizer = Tokenizer.from_file(str(resolve_model(TARGET) / "tokenizer.json"))
+def prompt_token_ids(target: str, file: Path | None, raw: bool, count: int) -> list[list[int]]:
+    """Returns prompts from a file, or from held-out files."""
+    folder = resolve_model(target)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    if file is not None:
+        texts = read_prompts(file, folder, raw)[:count]
+        return [tokenizer.encode(text).ids for text in texts]
     prompts: list[list[int]] = held_out_prompts(tokenizer, seed=1)[:count].tolist()
     return prompts
 
 
-def build_llm(method: Method | None = None, draft_tokens: int = 0) -> LLM:
+def build_llm(models: Models, method: Method | None = None, draft_tokens: int = 0) -> LLM:
     """Loads the target, with a method's proposer if there is one."""
     if method is None:
-        return LLM(TARGET, dtype="float32")
+        return LLM(models.target, dtype=models.dtype)
     drafting = {**method.speculative_config, "num_speculative_tokens": draft_tokens}
-    return LLM(TARGET, dtype="float32", speculative_config=drafting, specgw=method.specgw)
+    if models.draft is not None:
+        drafting["model"] = models.draft
+    return LLM(models.target, dtype=models.dtype, speculative_config=drafting, specgw=method.specgw)
 
 
 def generate(
@@ -119,6 +156,7 @@ def generate(
 
 
 def measure(
+    models: Models,
     method: Method,
     draft_tokens: int,
     batch: int,
@@ -127,7 +165,7 @@ def measure(
     expected: Sequence[Sequence[int]],
 ) -> Row:
     """Answers all prompts with a method's drafts."""
-    llm = build_llm(method, draft_tokens)
+    llm = build_llm(models, method, draft_tokens)
     answers = generate(llm, prompts, params, batch)
     stats = [answer.speculation for answer in answers]
     drafted = sum(one.draft_count for one in stats)

@@ -115,6 +115,17 @@ _RULES = (
         "must be at most the target's max_model_len = {c.max_model_len}, "
         "got {c.speculative_config.max_model_len}",
     ),
+    Rule(
+        "specgw.fallback_proposer",
+        lambda args: args.specgw.fallback_proposer is None or args.speculative_config is not None,
+        "needs speculative_config, which says what it falls back for and how much is drafted",
+    ),
+    Rule(
+        "specgw.fallback_proposer",
+        lambda args: args.specgw.fallback_proposer is None or not args.drafts_locally,
+        "needs a proposer to stand in for: without one, the verifier itself runs "
+        "{c.speculative_config.method}",
+    ),
     *(_alias_rule(alias, key) for alias, key in ALIASES.items()),
 )
 

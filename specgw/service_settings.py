@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, FilePath
 
 from specgw.config_rules import Frozen
+from specgw.fallback_settings import FallbackProposer
 
 PositiveInt = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
@@ -129,6 +130,8 @@ class SpecgwSettings(Frozen):
     """The proposer's part."""
     simulation: SimulationSettings | None = None
     """Simulates both models' device: for load tests of everything else. None runs the models."""
+    fallback_proposer: FallbackProposer | None = None
+    """A lookup beside the proposer: it drafts when it has a long match, or no proposer answers."""
     tls: TlsSettings | None = None
     """Certificates for the connections between services. Unix sockets need none."""
     allow_insecure: bool = False

@@ -37,7 +37,7 @@ DRAFT_MODEL_METHODS = ("draft_model", "eagle", "eagle3", "mtp", "dflash", "dspar
 
 _DEFAULT_NGRAM_WINDOW = 5
 _MODEL_IS_METHOD = (*NGRAM_METHODS, "suffix", "extract_hidden_states")
-_MAX_TREE_DEPTH = 24
+MAX_TREE_DEPTH = 24
 
 PositiveInt = Annotated[int, Field(ge=1)]
 
@@ -113,7 +113,7 @@ class SpeculativeConfig(Ruled):
     """Longest n-gram looked for. None means as `prompt_lookup_min`, else 5."""
     prompt_lookup_min: PositiveInt | None = None
     """Shortest n-gram looked for. None means as `prompt_lookup_max`, else 5."""
-    suffix_decoding_max_tree_depth: int = _MAX_TREE_DEPTH
+    suffix_decoding_max_tree_depth: int = MAX_TREE_DEPTH
     """Most tokens of match and draft together. At least 1."""
     suffix_decoding_max_cached_requests: int = 10000
     """Most answers remembered; 0 remembers none. At least 0."""
@@ -203,19 +203,24 @@ def _is_class_path(model: str) -> bool:
     return "/" not in model and len(parts) > 1 and all(part.isidentifier() for part in parts)
 
 
+def implied_ngram_window(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what holds for the end of the n-gram window that was not given."""
+    window = [values.get(key) for key in ("prompt_lookup_max", "prompt_lookup_min")]
+    given = next((one for one in window if one is not None), _DEFAULT_NGRAM_WINDOW)
+    return {"prompt_lookup_max": given, "prompt_lookup_min": given}
+
+
 def _implied(values: Mapping[str, Any]) -> dict[str, Any]:
     """Returns what the method says of keys that were not given."""
     method, implied = values["method"], {}
     if method in _MODEL_IS_METHOD:
         implied["model"] = method
     if method in NGRAM_METHODS:
-        window = [values.get(key) for key in ("prompt_lookup_max", "prompt_lookup_min")]
-        given = next((one for one in window if one is not None), _DEFAULT_NGRAM_WINDOW)
-        implied |= {"prompt_lookup_max": given, "prompt_lookup_min": given}
+        implied |= implied_ngram_window(values)
     if "num_speculative_tokens" in values:
         return implied
     if method == "suffix":
-        depth = values.get("suffix_decoding_max_tree_depth", _MAX_TREE_DEPTH)
+        depth = values.get("suffix_decoding_max_tree_depth", MAX_TREE_DEPTH)
         implied["num_speculative_tokens"] = depth
     elif method in DRAFT_MODEL_METHODS and isinstance(values.get("model"), str):
         predicted = num_predicted_tokens(method, read_local_config(values["model"]))

@@ -188,7 +188,10 @@ class Drafting:
         peer = self._peer_to_ask(session, now)
         if peer is None:
             self._draft_locally(session, is_alone=True)
-        elif not peer.is_slow and self._draft_locally(session, is_alone=False):
+            return
+        if not draft.is_open:
+            self._open_on(peer, session)
+        if not peer.is_slow and self._draft_locally(session, is_alone=False):
             self._commit(peer, session, 0)
         else:
             self._ask(peer, session, now)
@@ -369,8 +372,6 @@ class Drafting:
     def _commit(self, peer: _Peer, session: Session, num_tokens: int) -> None:
         """Brings the proposer's context up to date and asks for a block of `num_tokens`, if any."""
         draft = session.draft
-        if not draft.is_open:
-            self._open_on(peer, session)
         missing = tuple(session.context[draft.known_length :])
         needed = peer.ack.hidden if peer.ack is not None else None
         hidden = draft.hidden.take(needed) if needed is not None else None

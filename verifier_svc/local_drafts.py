@@ -97,11 +97,12 @@ class LocalDrafts:
 
 
 def build_local_drafts(args: EngineArgs, max_model_len: int) -> LocalDrafts:
-    """Returns what the configuration asks for: the method itself if no proposer runs it."""
-    if not args.drafts_locally:
-        return LocalDrafts()
+    """Returns what the configuration asks for: a fallback, or the method if no proposer runs it."""
+    if (fallback := args.specgw.fallback_proposer) is not None:
+        return LocalDrafts(build_lookup(fallback), min_match_length=fallback.min_match_length)
     config = args.speculative_config
-    assert config is not None
+    if config is None or not args.drafts_locally:
+        return LocalDrafts()
     offer = HelloAck(
         proposer_id=uuid.uuid4().hex,
         method=config.method,

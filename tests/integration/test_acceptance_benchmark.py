@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from benchmarks.acceptance import METHODS, main, measure, prompt_token_ids
+from benchmarks.acceptance import METHODS, TARGET, Models, main, measure, prompt_token_ids
 from specgw.types import SamplingParams
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("single_thread")]
@@ -27,10 +27,10 @@ def test_every_method_is_lossless(tmp_path: Path) -> None:
 
 
 def test_another_answer_is_noticed() -> None:
-    [prompt] = prompt_token_ids(1)
+    [prompt] = prompt_token_ids(TARGET, None, raw=False, count=1)
     params = SamplingParams(temperature=0, max_tokens=4)
 
-    row = measure(METHODS[0], 2, 1, [prompt], params, expected=[[5, 5, 5, 5]])
+    row = measure(Models(), METHODS[0], 2, 1, [prompt], params, expected=[[5, 5, 5, 5]])
 
     assert not row.is_lossless
 

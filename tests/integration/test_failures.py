@@ -94,6 +94,23 @@ async def test_killing_the_proposer_changes_no_answer_and_its_successor_drafts_a
     assert after > before
 
 
+async def test_a_fallback_drafts_while_the_proposer_stands_still() -> None:
+    fallback = {"specgw.fallback_proposer": {"method": "suffix", "min_match_length": 100}}
+    async with embedded(load_config(None, fallback)) as (client, (_, proposer)):
+        plain = await client.generate(PROMPTS[0], 0)
+        os.kill(proposer.pid, signal.SIGSTOP)
+        try:
+            outputs = await client.generate(PROMPTS[0])
+        finally:
+            os.kill(proposer.pid, signal.SIGCONT)
+
+    stats = outputs[-1].speculation
+    assert token_ids(outputs) == token_ids(plain)
+    assert stats is not None
+    assert stats.accepted_token_count > 0
+    assert stats.draft_count > 3
+
+
 async def test_a_proposer_that_stands_still_is_left_alone_until_it_moves_again() -> None:
     async with embedded(load_config(None)) as (client, (_, proposer)):
         plain = await client.generate(PROMPTS[0], 0)

@@ -226,3 +226,44 @@ def test_the_shipped_files_are_valid(name: str) -> None:
     args = load_config(DEFAULT_CONFIG.parent / name)
 
     assert args.max_draft_tokens == 4
+
+
+@pytest.mark.parametrize(
+    ("drafting", "fallback", "message"),
+    [
+        (None, {"method": "ngram"}, "fallback_proposer: needs speculative_config"),
+        (
+            {"method": "ngram", "num_speculative_tokens": 3},
+            {"method": "suffix"},
+            "fallback_proposer: needs a proposer to stand in for",
+        ),
+        (DRAFT, {"method": "eagle"}, "fallback_proposer.method: Input should be 'ngram' or"),
+        (DRAFT, {}, "fallback_proposer.method: Field required"),
+        (DRAFT, {"method": "suffix", "min_match": 3}, "did you mean min_match_length?"),
+        (
+            DRAFT,
+            {"method": "ngram", "prompt_lookup_min": 4, "prompt_lookup_max": 2},
+            "fallback_proposer.prompt_lookup_min: must be at most prompt_lookup_max = 2, got 4",
+        ),
+    ],
+)
+def test_a_fallback_that_cannot_be_is_refused(
+    drafting: dict[str, Any] | None, fallback: dict[str, Any], message: str
+) -> None:
+    raw = {
+        "model": "tiny/target",
+        "speculative_config": drafting,
+        "specgw": {"fallback_proposer": fallback},
+    }
+
+    assert message in " ".join(problems(raw))
+
+
+def test_a_fallback_has_the_n_gram_window_of_speculative_config() -> None:
+    fallback = {"method": "ngram", "prompt_lookup_max": 3}
+    args = parse_config(
+        {"model": "m", "speculative_config": DRAFT, "specgw": {"fallback_proposer": fallback}}
+    )
+
+    assert args.specgw.fallback_proposer is not None
+    assert args.specgw.fallback_proposer.prompt_lookup_min == 3

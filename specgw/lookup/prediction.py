@@ -1,0 +1,81 @@
+"""Drafts from a prediction: what a client says the answer will be, such as the file it edits.
+
+OpenAI's predicted outputs. The answer is followed through the prediction; where it departs from it,
+its last tokens are looked for in the prediction, ahead first.
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+from specgw.lookup.ngram import ngram_hashes
+
+_SIZES = (4, 2, 1)  # of the n-grams that bring an answer back to its prediction
+_NEAR = 32  # a single token does so only this far ahead
+
+
+class Prediction:
+    """A predicted answer and how far the actual one has come in it."""
+
+    def __init__(self, token_ids: Sequence[int]) -> None:
+        self._token_ids = token_ids
+        self._next: int | None = 0  # position of the token that should come now; None if none is
+        self._last = 0  # position after the last token that came as predicted
+        self._agreed: set[int] = set()  # positions whose token came as predicted
+        self._ends: dict[int, dict[int, list[int]]] = {}  # by size and n-gram, ascending
+
+    @property
+    def num_agreed(self) -> int:
+        """Tokens of the prediction that the answer had where they were expected."""
+        return len(self._agreed)
+
+    def follow(self, context: Sequence[int], start: int) -> None:
+        """Takes note of the answer's tokens from position `start` of the context on."""
+        for position in range(start, len(context)):
+            if self._is_next(context[position]):
+                assert self._next is not None
+                self._agreed.add(self._next)
+                self._next += 1
+                self._last = self._next
+            else:
+                self._next = self._find(context, position + 1)
+
+    def draft(self, max_tokens: int) -> Sequence[int]:
+        """Returns up to `max_tokens` tokens that should come now; none while the answer departs."""
+        if self._next is None:
+            return ()
+        return self._token_ids[self._next : self._next + max_tokens]
+
+    def _is_next(self, token_id: int) -> bool:
+        at = self._next
+        return at is not None and at < len(self._token_ids) and self._token_ids[at] == token_id
+
+    def _find(self, context: Sequence[int], length: int) -> int | None:
+        """Returns the position after what the first `length` tokens of the context end with.
+
+        The nearest one ahead, or else, for the longest n-gram only, the nearest one before.
+        """
+        if not self._ends:
+            self._ends = {size: _ends_of(self._token_ids, size) for size in _SIZES}
+        for size in _SIZES:
+            ngram = tuple(context[length - size : length]) if length >= size else ()
+            ends = self._ends[size].get(hash(ngram), [])
+            ahead = bisect_left(ends, self._last + 1)
+            if ahead < len(ends) and (size > 1 or ends[ahead] <= self._last + _NEAR):
+                return ends[ahead]
+            if ends and size == _SIZES[0]:
+                return ends[-1]
+        return None
+
+
+def num_agreed(prediction: Sequence[int], answer: Sequence[int]) -> int:
+    """Returns how many tokens of a prediction a whole answer has where they are expected."""
+    followed = Prediction(prediction)
+    followed.follow(answer, 0)
+    return followed.num_agreed
+
+
+def _ends_of(token_ids: Sequence[int], size: int) -> dict[int, list[int]]:
+    ends: dict[int, list[int]] = {}
+    for end, ngram in enumerate(ngram_hashes(token_ids, size), start=size):
+        ends.setdefault(ngram, []).append(end)
+    return ends

@@ -1,0 +1,86 @@
+"""What a block of draft tokens is to a target with another vocabulary."""
+
+import pytest
+
+from proposer_svc.draft_vocabulary import DraftContext
+from proposer_svc.foreign_vocabulary import ForeignVocabulary
+from proposer_svc.session_table import Session
+from specgw.types import ModelDescription
+from specgw.vocab_mapping import VocabMapping, map_vocabs
+from tests.spellings import EXACT, spelling
+
+TARGET, DRAFT = "byte-level", "SentencePiece"
+
+
+def mapping(target: str = TARGET, draft: str = DRAFT) -> VocabMapping:
+    return map_vocabs(spelling(target), spelling(draft), 1024, 1024)
+
+
+def open_context(mapped: VocabMapping, method: str, text: bytes = b"the dog") -> DraftContext:
+    context = mapped.target.encode(text).ids
+    return ForeignVocabulary(mapped, method, "").open_context(Session("v", 1, context, 1024))
+
+
+def described(fingerprint: str, vocab_size: int = 1024) -> ModelDescription:
+    return ModelDescription("model", "arch", vocab_size, fingerprint, 64, "float32", "cpu")
+
+
+@pytest.mark.parametrize("target", EXACT)
+@pytest.mark.parametrize("draft", EXACT)
+def test_a_string_is_read_as_the_target_writes_it(target: str, draft: str) -> None:
+    mapped = mapping(target, draft)
+    drafted = mapped.draft.encode(" the question: 你好, and so they went".encode()).ids
+
+    block = open_context(mapped, "string").to_target(drafted, 64)
+
+    assert list(block) == mapped.target.encode(mapped.draft.spell(drafted)).ids
+
+
+def test_several_draft_tokens_may_make_one_and_one_several() -> None:
+    mapped = mapping()
+    context = open_context(mapped, "string")
+    letters = [mapped.draft.ids_by_bytes[bytes([letter])] for letter in b" the"]
+    word = mapped.draft.encode("привет".encode()).ids[:1]
+
+    assert list(context.to_target(letters, 4)) == [mapped.target.ids_by_bytes[b" the"]]
+    assert mapped.target.spell(context.to_target(word, 8)) == mapped.draft.spell(word)
+
+
+def test_a_block_is_not_longer_than_was_asked_for() -> None:
+    mapped = mapping()
+    drafted = mapped.draft.encode(b" the quick brown fox jumps over").ids
+
+    assert len(open_context(mapped, "string").to_target(drafted, 3)) == 3
+
+
+def test_the_end_of_the_text_is_the_targets_end() -> None:
+    mapped = mapping()
+    context = open_context(mapped, "string")
+    end, target_end = mapped.draft.roles["eos"][0], mapped.target.roles["eos"][0]
+
+    block = context.to_target([*mapped.draft.encode(b" dog").ids, end], 8)
+
+    assert block[-1] == target_end
+    assert context.is_enough([end], 8)
+    assert mapped.target.spell(block) == b" dog"
+
+
+@pytest.mark.parametrize("method", ["token", "string"])
+def test_a_target_with_another_vocabulary_than_the_configured_one_is_refused(method: str) -> None:
+    vocabulary = ForeignVocabulary(mapping(), method, "a" * 64)
+
+    assert vocabulary.mismatches(described("a" * 64)) == []
+    assert vocabulary.mismatches(described("")) == []
+    [other] = vocabulary.mismatches(described("b" * 64))
+    [small] = vocabulary.mismatches(described("a" * 64, vocab_size=100))
+    assert "sha256 aaaaaaaaaaaa, model has that of sha256 bbbbbbbbbbbb" in other
+    assert "model has 100" in small
+
+
+def test_each_token_of_the_intersection_is_one_of_the_targets() -> None:
+    mapped = mapping()
+    drafted = [mapped.draft.ids_by_bytes[spelled] for spelled in (b" the", b"\n", b"\xf0")]
+
+    block = open_context(mapped, "token").to_target(drafted, 3)
+
+    assert mapped.target.spell(block) == b" the\n\xf0"
