@@ -1,7 +1,7 @@
 """Keeps drafts to the constraint on a request's text, so that the verifier need not refuse them.
 
-For draft models with the target's vocabulary. Whatever goes wrong here, a session is drafted without
-a mask: the verifier has its own.
+For draft models with the target's vocabulary. Whatever goes wrong here, a session is drafted
+without a mask: the verifier has its own.
 """
 
 import logging

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from proposer_svc.batching import build_batch
+from proposer_svc.draft_grammar import DraftGrammars
 from proposer_svc.draft_rows import DraftRows
 from proposer_svc.draft_vocabulary import DraftVocabulary, SharedVocabulary
 from proposer_svc.drafter import Draft
@@ -36,12 +37,14 @@ class DraftModelDrafter:
         runner: ModelRunner,
         max_num_batched_tokens: int,
         vocabulary: DraftVocabulary | None = None,
+        grammars: DraftGrammars | None = None,
     ) -> None:
         """Takes a loaded model. Its vocabulary is the target's unless told otherwise."""
         self.description = runner.description
         self.max_num_batched_tokens = max_num_batched_tokens
         self.kv_capacity_tokens = runner.kv_cache.capacity_tokens
         self.num_passes = 0
+        self._grammars = grammars
         self._runner = runner
         self._vocabulary = vocabulary or SharedVocabulary(runner.description)
         self._rows: dict[Session, DraftRows] = {}
@@ -72,6 +75,9 @@ class DraftModelDrafter:
             max_length=max_length,
         )
 
+        if self._grammars is not None:
+            self._grammars.open(session)
+
     def commit(self, session: Session, token_ids: Sequence[int]) -> None:
         self._rows[session].extend(token_ids)
 
@@ -83,6 +89,8 @@ class DraftModelDrafter:
 
     def close(self, session: Session) -> None:
         self._rows.pop(session).cache.release()
+        if self._grammars is not None:
+            self._grammars.close(session)
 
     def enter_thread(self) -> None:
         torch.get_num_threads()  # without this call, OpenMP ignores torch's setting in this thread
@@ -119,11 +127,23 @@ class DraftModelDrafter:
         logits = self._forward([missing_chunk(one, rows) for one, rows in batch])
         for one, _ in batch:
             one.publish()
-        drafting = _append_most_probable(ready, logits)
+        drafting = _append_most_probable(ready, self._masked(ready, logits))
         while drafting:
             last = [SequenceChunk(one.cache, one.draft_token_ids[-1:], 1) for one in drafting]
-            drafting = _append_most_probable(drafting, self._forward(last))
+            logits = self._forward(last)
+            drafting = _append_most_probable(drafting, self._masked(drafting, logits))
         return ready
+
+    def _masked(
+        self,
+        sessions: Sequence[DraftRows],
+        logits: Tensor,  # [num_sessions, vocab_size]
+    ) -> Tensor:
+        """Leaves each session's row the tokens that its constraint lets follow."""
+        if self._grammars is not None:
+            for one, row in zip(sessions, logits, strict=True):
+                self._grammars.mask(row[: one.num_draftable_ids], one.session, one.draft_token_ids)
+        return logits
 
     def _forward(self, chunks: Sequence[SequenceChunk]) -> Tensor:
         self.num_passes += 1

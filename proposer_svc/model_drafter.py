@@ -3,12 +3,14 @@
 Apart from `proposer.py`, so that a proposer without a model needs no torch.
 """
 
+from proposer_svc.draft_grammar import DraftGrammars
 from proposer_svc.draft_model import DraftModelDrafter
 from proposer_svc.draft_vocabulary_choice import build_vocabulary
 from proposer_svc.drafter import Drafter
 from proposer_svc.parallel_draft import ParallelDrafter
 from specgw.config import EngineArgs
 from specgw.engine.loading import draft_options, load_model
+from specgw.grammar import compiler_for
 from specgw.model_checks import resolve_mask_token, trained_draft_tokens
 from specgw.model_files import read_config, resolve_model
 
@@ -23,14 +25,20 @@ def load_model_drafter(args: EngineArgs) -> Drafter:
     assert config is not None
     runner = load_model(draft_options(args))
     vocabulary = build_vocabulary(args, runner.description)
+    grammars = None
+    if vocabulary.summary is None:  # the draft model's ids are the target's
+        grammars = DraftGrammars(
+            compiler_for(str(config.model), runner.vocab_size, runner.eos_token_ids)
+        )
     batched_tokens = args.specgw.proposer.max_num_batched_tokens
     if not config.parallel_drafting:
-        return DraftModelDrafter(runner, batched_tokens, vocabulary)
+        return DraftModelDrafter(runner, batched_tokens, vocabulary, grammars)
     checkpoint = read_config(resolve_model(config.model))
     return ParallelDrafter(
         runner,
         batched_tokens,
         vocabulary,
+        grammars,
         mask_token_id=resolve_mask_token(config.model, checkpoint, runner.vocab_size),
         max_draft_tokens=args.max_draft_tokens,
         num_trained_tokens=trained_draft_tokens(checkpoint),

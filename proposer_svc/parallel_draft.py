@@ -9,7 +9,9 @@ import logging
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
+from proposer_svc.draft_grammar import DraftGrammars
 from proposer_svc.draft_model import DraftModelDrafter, completes, missing_chunk, most_probable
 from proposer_svc.draft_rows import DraftRows
 from proposer_svc.draft_vocabulary import DraftVocabulary
@@ -31,6 +33,7 @@ class ParallelDrafter(DraftModelDrafter):
         runner: ModelRunner,
         max_num_batched_tokens: int,
         vocabulary: DraftVocabulary | None = None,
+        grammars: DraftGrammars | None = None,
         *,
         mask_token_id: int,
         max_draft_tokens: int,
@@ -42,11 +45,12 @@ class ParallelDrafter(DraftModelDrafter):
             runner: The model.
             max_num_batched_tokens: Most input rows of one forward pass, masks included.
             vocabulary: What its ids are to the target; None for the same.
+            grammars: Keeps drafts to the constraints of their requests; None drafts freely.
             mask_token_id: The token that it reads as a place to fill; never drafted.
             max_draft_tokens: Most draft tokens that will be asked for.
             num_trained_tokens: Most draft tokens that it was trained for, if known.
         """
-        super().__init__(runner, max_num_batched_tokens, vocabulary)
+        super().__init__(runner, max_num_batched_tokens, vocabulary, grammars)
         self._mask_token_id = mask_token_id
         self._max_block = max_draft_tokens
         if num_trained_tokens is not None and num_trained_tokens < max_draft_tokens:
@@ -70,6 +74,7 @@ class ParallelDrafter(DraftModelDrafter):
         if not ready:
             return []
         logits[:, self._mask_token_id] = -torch.inf  # [sum of num_wanted, vocab_size]
+        self._mask_blocks(ready, logits)
         limits = [one.num_draftable_ids for one in ready for _ in range(one.session.num_wanted)]
         token_ids = iter(most_probable(logits, limits))
         for one in ready:
@@ -78,6 +83,22 @@ class ParallelDrafter(DraftModelDrafter):
             if len(one.draft_token_ids) < len(block):
                 one.draft_token_ids = []
         return ready
+
+    def _mask_blocks(
+        self,
+        ready: Sequence[DraftRows],
+        logits: Tensor,  # [sum of num_wanted, vocab_size]
+    ) -> None:
+        """Leaves constrained rows what can follow the most probable tokens of those before."""
+        if self._grammars is None:
+            return
+        blocks = torch.split(logits, [one.session.num_wanted for one in ready])
+        for one, rows in zip(ready, blocks, strict=True):
+            block: list[int] = []
+            for row in rows if self._grammars.applies_to(one.session) else ():
+                row = row[: one.num_draftable_ids]
+                self._grammars.mask(row, one.session, block)
+                block.append(int(row.argmax()))
 
     def _masked_chunk(self, one: DraftRows, rows: int) -> SequenceChunk:
         chunk = missing_chunk(one, rows)
