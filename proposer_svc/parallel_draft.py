@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from proposer_svc.draft_grammar import DraftGrammars
-from proposer_svc.draft_model import DraftModelDrafter, completes, missing_chunk, most_probable
+from proposer_svc.draft_model import DraftModelDrafter, completes, missing_chunk
 from proposer_svc.draft_rows import DraftRows
+from proposer_svc.draft_sampling import DraftSampler
 from proposer_svc.draft_vocabulary import DraftVocabulary
 from proposer_svc.session_table import Session
 from specgw.budget import mask_rows
@@ -33,11 +34,12 @@ class ParallelDrafter(DraftModelDrafter):
         runner: ModelRunner,
         max_num_batched_tokens: int,
         vocabulary: DraftVocabulary | None = None,
-        grammars: DraftGrammars | None = None,
         *,
         mask_token_id: int,
         max_draft_tokens: int,
         num_trained_tokens: int | None = None,
+        sampler: DraftSampler | None = None,
+        grammars: DraftGrammars | None = None,
     ) -> None:
         """Takes a loaded model.
 
@@ -45,12 +47,13 @@ class ParallelDrafter(DraftModelDrafter):
             runner: The model.
             max_num_batched_tokens: Most input rows of one forward pass, masks included.
             vocabulary: What its ids are to the target; None for the same.
-            grammars: Keeps drafts to the constraints of their requests; None drafts freely.
             mask_token_id: The token that it reads as a place to fill; never drafted.
             max_draft_tokens: Most draft tokens that will be asked for.
             num_trained_tokens: Most draft tokens that it was trained for, if known.
+            sampler: How tokens are chosen; None for greedily.
+            grammars: Keeps drafts to the constraints of their requests; None drafts freely.
         """
-        super().__init__(runner, max_num_batched_tokens, vocabulary, grammars)
+        super().__init__(runner, max_num_batched_tokens, vocabulary, sampler, grammars)
         self._mask_token_id = mask_token_id
         self._max_block = max_draft_tokens
         if num_trained_tokens is not None and num_trained_tokens < max_draft_tokens:
@@ -74,31 +77,27 @@ class ParallelDrafter(DraftModelDrafter):
         if not ready:
             return []
         logits[:, self._mask_token_id] = -torch.inf  # [sum of num_wanted, vocab_size]
-        self._mask_blocks(ready, logits)
-        limits = [one.num_draftable_ids for one in ready for _ in range(one.session.num_wanted)]
-        token_ids = iter(most_probable(logits, limits))
+        rows = [(one, offset) for one in ready for offset in range(one.session.num_wanted)]
+        tokens = iter(self._choose(logits, rows))
         for one in ready:
-            block = [next(token_ids) for _ in range(one.session.num_wanted)]
-            one.draft_token_ids = [token_id for token_id in block if token_id is not None]
-            if len(one.draft_token_ids) < len(block):
-                one.draft_token_ids = []
+            one.extend_draft([next(tokens) for _ in range(one.session.num_wanted)])
+        blocks = torch.split(logits, [one.session.num_wanted for one in ready])
+        for one, block in zip(ready, blocks, strict=True):
+            if self._grammars is not None and self._grammars.applies_to(one.session):
+                self._draft_in_order(one, block)
         return ready
 
-    def _mask_blocks(
+    def _draft_in_order(
         self,
-        ready: Sequence[DraftRows],
-        logits: Tensor,  # [sum of num_wanted, vocab_size]
+        one: DraftRows,
+        rows: Tensor,  # [num_wanted, vocab_size]
     ) -> None:
-        """Leaves constrained rows what can follow the most probable tokens of those before."""
-        if self._grammars is None:
-            return
-        blocks = torch.split(logits, [one.session.num_wanted for one in ready])
-        for one, rows in zip(ready, blocks, strict=True):
-            block: list[int] = []
-            for row in rows if self._grammars.applies_to(one.session) else ():
-                row = row[: one.num_draftable_ids]
-                self._grammars.mask(row, one.session, block)
-                block.append(int(row.argmax()))
+        """Chooses a block's tokens anew, each among those that its constraint lets follow."""
+        one.draft_token_ids, one.draft_probs = [], []
+        for offset, row in enumerate(torch.split(rows, 1)):
+            one.extend_draft(self._choose(self._masked([one], row), [(one, offset)]))
+            if not one.draft_token_ids:
+                return
 
     def _masked_chunk(self, one: DraftRows, rows: int) -> SequenceChunk:
         chunk = missing_chunk(one, rows)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from specgw.hidden import HiddenStates
 from specgw.structured_outputs import StructuredOutputsParams
-from specgw.types import UndraftedReason
+from specgw.types import DraftSampling, UndraftedReason
 
 _MAX_REFUSALS = 4096
 _IDLE_TURNS = 2  # a session is idle once others were asked about this often each, and it was not
@@ -23,6 +23,7 @@ class Session:
     token_ids: list[int]
     num_ids: int  # ids from here on are the target's alone
     cache_salt: str = ""
+    sampling: DraftSampling | None = None  # none means greedy
     structured_outputs: StructuredOutputsParams | None = None
     prompt_length: int = 0  # leading tokens that are no output
     num_wanted: int = 0  # draft tokens asked for; 0 while no block is
