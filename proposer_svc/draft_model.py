@@ -199,7 +199,7 @@ class DraftModelDrafter:
         """Leaves each session's row the tokens that its constraint lets follow."""
         if self._grammars is not None:
             for one, row in zip(sessions, logits, strict=True):
-                self._grammars.mask(row[: one.num_draftable_ids], one.session, one.draft_token_ids)
+                self._grammars.mask(row[: one.num_choices], one.session, one.draft_token_ids)
         return logits
 
     def _choose(
