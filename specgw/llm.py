@@ -20,6 +20,7 @@ from specgw.errors import SpecgwError
 from specgw.grammar import GrammarMatcher, compiler_for
 from specgw.handshake import build_hello
 from specgw.link import InProcessLink
+from specgw.lookup.prediction import num_agreed
 from specgw.types import (
     GenerateOutput,
     GenerateRequest,
@@ -50,7 +51,10 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """A prompt and its continuations; `speculation` says what became of the drafts."""
+    """A prompt and its continuations; `speculation` says what became of the drafts.
+
+    Prediction tokens are accepted if the output has them where they were expected.
+    """
 
     request_id: str
     prompt: str | None
@@ -58,6 +62,8 @@ class RequestOutput:
     outputs: Sequence[CompletionOutput]
     speculation: SpeculationStats
     finished: bool = True
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
 
 
 class LLM:
@@ -128,6 +134,7 @@ class LLM:
 
         Args:
             prompts: Text, token ids, or mappings with `prompt` or `prompt_token_ids`; one or many.
+                A mapping may have a `prediction` too, the text that the output may turn out to be.
             sampling_params: For all prompts, or one for each. By default temperature 1, 16 tokens.
 
         Raises:
@@ -152,7 +159,9 @@ class LLM:
 
     def _answer(self, prompt: Prompt, params: SamplingParams) -> "_Answer":
         text, token_ids = self._tokenize(prompt)
-        request = GenerateRequest(uuid.uuid4().hex, token_ids, params)
+        request = GenerateRequest(
+            uuid.uuid4().hex, token_ids, params, prediction=self._prediction(prompt)
+        )
         runner = self._runner
         check_request(request, runner.max_model_len, runner.vocab_size, (), self._max_logprobs)
         grammar = self._grammars.start(request)
@@ -169,6 +178,10 @@ class LLM:
             return text, self._tokenizer.backend.encode(text).ids
         token_ids = prompt["prompt_token_ids"] if isinstance(prompt, Mapping) else prompt
         return None, [int(token_id) for token_id in token_ids]
+
+    def _prediction(self, prompt: Prompt) -> Sequence[int]:
+        text = prompt.get("prediction") if isinstance(prompt, Mapping) else None
+        return self._tokenizer.backend.encode(text, add_special_tokens=False).ids if text else ()
 
     def _submit(self, answer: "_Answer") -> None:
         session_id = next(self._session_ids)
@@ -225,12 +238,15 @@ class _Answer:
         completion = CompletionOutput(
             0, self._text, tuple(self._token_ids), self._finish_reason, self._stop_reason
         )
+        accepted = num_agreed(self.request.prediction, self._token_ids)
         return RequestOutput(
             self.request.request_id,
             self._prompt,
             self.request.prompt_token_ids,
             [completion],
             self._speculation,
+            accepted_prediction_tokens=accepted,
+            rejected_prediction_tokens=len(self.request.prediction) - accepted,
         )
 
 

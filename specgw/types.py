@@ -393,6 +393,7 @@ class GenerateRequest:
     proposer_address: str = ""
     max_draft_tokens: int | None = None
     cache_salt: str = ""
+    prediction: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
