@@ -1,4 +1,4 @@
-"""Drafts greedily with a small model, one token of every session per forward pass.
+"""Drafts with a small model, one token of every session per forward pass.
 
 Where contexts become draft tokens. Whose contexts they are, and where blocks go, is `proposer.py`'s
 business.
@@ -12,11 +12,11 @@ from torch import Tensor
 
 from proposer_svc.batching import build_batch
 from proposer_svc.draft_rows import DraftRows
+from proposer_svc.draft_sampling import DraftSampler, DraftToken, row_sampling
 from proposer_svc.draft_vocabulary import DraftVocabulary, SharedVocabulary
 from proposer_svc.drafter import Draft
 from proposer_svc.session_table import Session, SessionTable
 from specgw.engine.model_runner import ModelRunner, SequenceChunk
-from specgw.engine.sampling import argmax
 from specgw.hidden import HiddenFormat
 from specgw.types import ModelDescription, UndraftedReason, VocabMappingSummary
 
@@ -36,12 +36,17 @@ class DraftModelDrafter:
         runner: ModelRunner,
         max_num_batched_tokens: int,
         vocabulary: DraftVocabulary | None = None,
+        sampler: DraftSampler | None = None,
     ) -> None:
-        """Takes a loaded model. Its vocabulary is the target's unless told otherwise."""
+        """Takes a loaded model.
+
+        Its vocabulary is the target's unless told otherwise. Without a sampler it drafts greedily.
+        """
         self.description = runner.description
         self.max_num_batched_tokens = max_num_batched_tokens
         self.kv_capacity_tokens = runner.kv_cache.capacity_tokens
         self.num_passes = 0
+        self._sampler = sampler or DraftSampler()
         self._runner = runner
         self._vocabulary = vocabulary or SharedVocabulary(runner.description)
         self._rows: dict[Session, DraftRows] = {}
@@ -106,7 +111,7 @@ class DraftModelDrafter:
             return refusals + [
                 Draft(rows.session, reason=UndraftedReason.ERROR) for rows, _ in batch
             ]
-        return refusals + [_answer(rows) for rows in ready]
+        return refusals + [self._answer(rows) for rows in ready]
 
     def _draft(self, batch: Sequence[tuple[DraftRows, int]]) -> list[DraftRows]:
         """Feeds the given number of missing rows of each session, and drafts where none is left.
@@ -119,22 +124,45 @@ class DraftModelDrafter:
         logits = self._forward([missing_chunk(one, rows) for one, rows in batch])
         for one, _ in batch:
             one.publish()
-        drafting = _append_most_probable(ready, logits)
+        drafting = self._append(ready, logits)
         while drafting:
             last = [SequenceChunk(one.cache, one.draft_token_ids[-1:], 1) for one in drafting]
-            drafting = _append_most_probable(drafting, self._forward(last))
+            drafting = self._append(drafting, self._forward(last))
         return ready
+
+    def _answer(self, rows: DraftRows) -> Draft:
+        if not rows.draft_token_ids:
+            return Draft(rows.session, reason=UndraftedReason.ERROR)
+        block = rows.context.to_target(rows.draft_token_ids, rows.session.num_wanted)
+        if not block:
+            return Draft(rows.session, reason=UndraftedReason.EMPTY)
+        draft_probs = tuple(rows.draft_probs)
+        rule = self._sampler.rule(has_probs=bool(draft_probs))
+        return Draft(rows.session, block, rule=rule, draft_probs=draft_probs)
+
+    def _append(self, sessions: Sequence[DraftRows], logits: Tensor) -> list[DraftRows]:
+        """Appends a token to each block; returns the sessions that want more."""
+        # logits: those of each session's last row, [num_sessions, vocab_size]
+        if not sessions:
+            return []
+        tokens = self._choose(logits, [(one, len(one.draft_token_ids)) for one in sessions])
+        for one, token in zip(sessions, tokens, strict=True):
+            one.extend_draft([token])
+        return [one for one in sessions if one.is_drafting]
+
+    def _choose(
+        self,
+        logits: Tensor,  # [num_rows, vocab_size]
+        rows: Sequence[tuple[DraftRows, int]],  # sessions, and draft tokens before the row's
+    ) -> list[DraftToken | None]:
+        """Chooses a draftable token for each row; None where the logits are not numbers."""
+        limits = [one.num_draftable_ids for one, _ in rows]
+        sampling = [row_sampling(one.session, num_drafted) for one, num_drafted in rows]
+        return self._sampler.choose(_without_padding(logits, limits), sampling)
 
     def _forward(self, chunks: Sequence[SequenceChunk]) -> Tensor:
         self.num_passes += 1
         return self._vocabulary.constrain(self._runner.forward(chunks))
-
-
-def _answer(rows: DraftRows) -> Draft:
-    if not rows.draft_token_ids:
-        return Draft(rows.session, reason=UndraftedReason.ERROR)
-    block = rows.context.to_target(rows.draft_token_ids, rows.session.num_wanted)
-    return Draft(rows.session, block, reason=None if block else UndraftedReason.EMPTY)
 
 
 def completes(one: DraftRows, rows: int) -> bool:
@@ -147,34 +175,6 @@ def missing_chunk(one: DraftRows, rows: int) -> SequenceChunk:
     start = one.cache.length
     token_ids = one.token_ids[start : start + rows]
     return SequenceChunk(one.cache, token_ids, num_logits=int(completes(one, rows)))
-
-
-def most_probable(logits: Tensor, limits: Sequence[int]) -> list[int | None]:
-    """Returns each row's most probable id below its limit; None where logits are not numbers.
-
-    Args:
-        logits: [num_rows, vocab_size], at least one row.
-        limits: Of each row.
-    """
-    logits = _without_padding(logits, limits)
-    token_ids = argmax(logits)  # [num_rows]
-    values = logits.gather(1, token_ids.unsqueeze(1)).squeeze(1)
-    pairs = zip(token_ids.tolist(), values.isfinite().tolist(), strict=True)
-    return [token_id if is_finite else None for token_id, is_finite in pairs]
-
-
-def _append_most_probable(sessions: Sequence[DraftRows], logits: Tensor) -> list[DraftRows]:
-    """Appends the most probable token to each block; returns the sessions that want more."""
-    # logits: those of each session's last row, [num_sessions, vocab_size]
-    if not sessions:
-        return []
-    token_ids = most_probable(logits, [one.num_draftable_ids for one in sessions])
-    for one, token_id in zip(sessions, token_ids, strict=True):
-        if token_id is None:
-            one.draft_token_ids = []
-        else:
-            one.draft_token_ids.append(token_id)
-    return [one for one in sessions if one.is_drafting]
 
 
 def _without_padding(logits: Tensor, limits: Sequence[int]) -> Tensor:

@@ -4,10 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
+from proposer_svc.draft_sampling import DraftToken
 from proposer_svc.draft_vocabulary import DraftContext
 from proposer_svc.session_table import Session
 from specgw.engine.block_hashes import BlockHashes
 from specgw.engine.kv_cache import SequenceCache
+from specgw.types import TokenProbs
 
 
 @dataclass(slots=True, eq=False)
@@ -24,6 +26,7 @@ class DraftRows:
     prefill_length: int  # rows to feed even if no block is asked for
     max_length: int  # rows that there may be
     draft_token_ids: list[int] = field(default_factory=list)
+    draft_probs: list[TokenProbs] = field(default_factory=list)  # of all draft tokens, or of none
     block_hashes: BlockHashes = field(init=False)
 
     def __post_init__(self) -> None:
@@ -79,6 +82,15 @@ class DraftRows:
         length = min(self.cache.length, self.context.num_settled)
         self.cache.publish(self.block_hashes.within(self.token_ids, length))
 
+    def extend_draft(self, tokens: Sequence[DraftToken | None]) -> None:
+        """Appends draft tokens; a missing one makes the whole block unusable: it is dropped."""
+        usable = [token for token in tokens if token is not None]
+        if len(usable) < len(tokens):
+            self.draft_token_ids, self.draft_probs = [], []
+            return
+        self.draft_token_ids += [token.token_id for token in usable]
+        self.draft_probs += [token.probs for token in usable if token.probs is not None]
+
     def extend(self, committed: Sequence[int]) -> None:
         """Brings the context up to date with the target's tokens; keeps the rows still right."""
         start, replaced = self.context.extend(committed)
@@ -87,12 +99,12 @@ class DraftRows:
             lambda pair: pair[0] == pair[1], zip(held, self.token_ids[start:], strict=False)
         )
         num_right = start + sum(1 for _ in agreed)
-        self.draft_token_ids = []
+        self.draft_token_ids, self.draft_probs = [], []
         # The last token is always fed again: the next draft token comes from its logits.
         self.cache.truncate(max(min(num_right, len(self.token_ids) - 1), 0))
 
     def forget(self) -> None:
         """Gives the KV cache back; the next block begins with a prefill."""
         self.cache.release()
-        self.draft_token_ids = []
+        self.draft_token_ids, self.draft_probs = [], []
         self.prefill_length = 0

@@ -9,19 +9,28 @@ from typing import Protocol
 
 from proposer_svc.session_table import Session, SessionTable
 from specgw.hidden import HiddenFormat
-from specgw.types import ModelDescription, UndraftedReason, VocabMappingSummary
+from specgw.types import (
+    AcceptanceRule,
+    ModelDescription,
+    TokenProbs,
+    UndraftedReason,
+    VocabMappingSummary,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
     """What a drafter made for one session: draft tokens, or the reason for none.
 
+    `rule` says how the tokens were chosen; under PROBS there is a law for each.
     After `ERROR` the session is dropped; it is opened anew if its verifier asks again.
     """
 
     session: Session
     token_ids: Sequence[int] = ()
     reason: UndraftedReason | None = None
+    rule: AcceptanceRule = AcceptanceRule.ONE_HOT
+    draft_probs: Sequence[TokenProbs] = ()
 
 
 class Drafter(Protocol):

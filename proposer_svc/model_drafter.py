@@ -4,6 +4,7 @@ Apart from `proposer.py`, so that a proposer without a model needs no torch.
 """
 
 from proposer_svc.draft_model import DraftModelDrafter
+from proposer_svc.draft_sampling import DraftSampler
 from proposer_svc.draft_vocabulary_choice import build_vocabulary
 from proposer_svc.drafter import Drafter
 from proposer_svc.parallel_draft import ParallelDrafter
@@ -24,8 +25,11 @@ def load_model_drafter(args: EngineArgs) -> Drafter:
     runner = load_model(draft_options(args))
     vocabulary = build_vocabulary(args, runner.description)
     batched_tokens = args.specgw.proposer.max_num_batched_tokens
+    # What another vocabulary's text becomes is no sample of any law known here.
+    method = config.draft_sample_method if vocabulary.summary is None else "greedy"
+    sampler = DraftSampler(method, args.specgw.proposer.max_draft_support)
     if not config.parallel_drafting:
-        return DraftModelDrafter(runner, batched_tokens, vocabulary)
+        return DraftModelDrafter(runner, batched_tokens, vocabulary, sampler)
     checkpoint = read_config(resolve_model(config.model))
     return ParallelDrafter(
         runner,
@@ -34,4 +38,5 @@ def load_model_drafter(args: EngineArgs) -> Drafter:
         mask_token_id=resolve_mask_token(config.model, checkpoint, runner.vocab_size),
         max_draft_tokens=args.max_draft_tokens,
         num_trained_tokens=trained_draft_tokens(checkpoint),
+        sampler=sampler,
     )

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 
 import torch
 
-from proposer_svc.draft_model import DraftModelDrafter, completes, missing_chunk, most_probable
+from proposer_svc.draft_model import DraftModelDrafter, completes, missing_chunk
 from proposer_svc.draft_rows import DraftRows
+from proposer_svc.draft_sampling import DraftSampler
 from proposer_svc.draft_vocabulary import DraftVocabulary
 from proposer_svc.session_table import Session
 from specgw.budget import mask_rows
@@ -35,6 +36,7 @@ class ParallelDrafter(DraftModelDrafter):
         mask_token_id: int,
         max_draft_tokens: int,
         num_trained_tokens: int | None = None,
+        sampler: DraftSampler | None = None,
     ) -> None:
         """Takes a loaded model.
 
@@ -45,8 +47,9 @@ class ParallelDrafter(DraftModelDrafter):
             mask_token_id: The token that it reads as a place to fill; never drafted.
             max_draft_tokens: Most draft tokens that will be asked for.
             num_trained_tokens: Most draft tokens that it was trained for, if known.
+            sampler: How tokens are chosen; None for greedily.
         """
-        super().__init__(runner, max_num_batched_tokens, vocabulary)
+        super().__init__(runner, max_num_batched_tokens, vocabulary, sampler)
         self._mask_token_id = mask_token_id
         self._max_block = max_draft_tokens
         if num_trained_tokens is not None and num_trained_tokens < max_draft_tokens:
@@ -70,13 +73,10 @@ class ParallelDrafter(DraftModelDrafter):
         if not ready:
             return []
         logits[:, self._mask_token_id] = -torch.inf  # [sum of num_wanted, vocab_size]
-        limits = [one.num_draftable_ids for one in ready for _ in range(one.session.num_wanted)]
-        token_ids = iter(most_probable(logits, limits))
+        rows = [(one, offset) for one in ready for offset in range(one.session.num_wanted)]
+        tokens = iter(self._choose(logits, rows))
         for one in ready:
-            block = [next(token_ids) for _ in range(one.session.num_wanted)]
-            one.draft_token_ids = [token_id for token_id in block if token_id is not None]
-            if len(one.draft_token_ids) < len(block):
-                one.draft_token_ids = []
+            one.extend_draft([next(tokens) for _ in range(one.session.num_wanted)])
         return ready
 
     def _masked_chunk(self, one: DraftRows, rows: int) -> SequenceChunk:

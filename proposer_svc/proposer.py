@@ -56,7 +56,9 @@ def build_proposer(args: EngineArgs) -> "ProposerCore":
         raise ConfigError(["speculative_config: a proposer needs one: it names the draft model"])
     is_lookup = args.speculative_config.method in LOOKUP_METHODS
     drafter = _lookup_drafter(args) if is_lookup else _load_model_drafter(args)
-    return ProposerCore(drafter, args.max_draft_tokens, args.specgw.proposer.max_sessions)
+    config, max_sessions = args.speculative_config, args.specgw.proposer.max_sessions
+    sampling = config.draft_sample_method if config.has_draft_checkpoint else ""
+    return ProposerCore(drafter, args.max_draft_tokens, max_sessions, sampling)
 
 
 def _load_model_drafter(args: EngineArgs) -> Drafter:
@@ -91,7 +93,14 @@ class _Verifier:
 class ProposerCore:
     """Implements `specgw.link.Proposer` with a drafter. The caller's one thread owns it."""
 
-    def __init__(self, drafter: Drafter, max_draft_tokens: int, max_sessions: int) -> None:
+    def __init__(
+        self,
+        drafter: Drafter,
+        max_draft_tokens: int,
+        max_sessions: int,
+        draft_sample_method: str = "",
+    ) -> None:
+        """Takes a drafter; it says how that chooses tokens, if it has a choice."""
         self._drafter = drafter
         self._verifiers: dict[str, _Verifier] = {}
         self._table = SessionTable(max_sessions, drafter.close)
@@ -107,6 +116,7 @@ class ProposerCore:
             kv_lookahead_per_session=kv_lookahead(*slots),
             max_num_batched_tokens=drafter.max_num_batched_tokens,
             kv_capacity_tokens=drafter.kv_capacity_tokens,
+            draft_sample_method=draft_sample_method,
             hidden=drafter.hidden,
             vocab_mapping=drafter.vocab_mapping,
         )
@@ -182,6 +192,7 @@ class ProposerCore:
         session = Session(
             *(verifier_id, session_id, list(opened.token_ids), verifier.num_ids),
             cache_salt=opened.cache_salt,
+            sampling=opened.sampling,
         )
         self._table.add(session)
         self._drafter.open(session)
@@ -218,5 +229,9 @@ class ProposerCore:
 def _block(draft: Draft, draft_s: float) -> tuple[str, DraftBlock]:
     session = draft.session
     length = len(session.token_ids)
-    block = DraftBlock(session.session_id, length, draft.token_ids, draft.reason, draft_s)
+    block = DraftBlock(
+        *(session.session_id, length, draft.token_ids, draft.reason, draft_s),
+        rule=draft.rule,
+        draft_probs=draft.draft_probs,
+    )
     return session.verifier_id, block

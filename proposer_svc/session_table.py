@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from specgw.hidden import HiddenStates
-from specgw.types import UndraftedReason
+from specgw.types import DraftSampling, UndraftedReason
 
 _MAX_REFUSALS = 4096
 _IDLE_TURNS = 2  # a session is idle once others were asked about this often each, and it was not
@@ -22,6 +22,7 @@ class Session:
     token_ids: list[int]
     num_ids: int  # ids from here on are the target's alone
     cache_salt: str = ""
+    sampling: DraftSampling | None = None  # none means greedy
     num_wanted: int = 0  # draft tokens asked for; 0 while no block is
     hidden: HiddenStates | None = None  # the target's, as the newest commit brought them
     last_used: int = 0  # when a block was last asked for, by the table's count

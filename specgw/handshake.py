@@ -31,6 +31,7 @@ def build_hello(
         method=config.method,
         draft_model=config.model if config.has_draft_checkpoint else "",
         extra_slots_per_session=draft_slots(config).extra_rows,
+        draft_sample_method=config.draft_sample_method if config.has_draft_checkpoint else "",
         hidden=hidden,
     )
 
@@ -63,6 +64,11 @@ def greeting_mismatches(hello: Hello, ack: HelloAck) -> list[str]:
         mismatches.append(
             f"slots: the verifier reckons with {hello.extra_slots_per_session} extra rows per "
             f"session, the proposer with {ack.extra_slots_per_session}"
+        )
+    if len({hello.draft_sample_method, ack.draft_sample_method} - {""}) > 1:
+        mismatches.append(
+            f"draft_sample_method: the verifier is configured with {hello.draft_sample_method}, "
+            f"the proposer with {ack.draft_sample_method}"
         )
     if hello.target_model.is_simulated != ack.draft_model.is_simulated:
         which = "target" if hello.target_model.is_simulated else "draft model"

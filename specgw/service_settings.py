@@ -96,6 +96,9 @@ class ProposerSettings(Frozen):
     """Part of `gpu_memory_utilization` for the draft when `specgw serve` starts both services."""
     max_sessions: PositiveInt = 64
     """Most sessions over all verifiers; others decode without drafts."""
+    max_draft_support: PositiveInt = 64
+    """Most tokens of a draft law: with `draft_sample_method: probabilistic` laws are cut to so many
+    before they are drawn from."""
     max_num_batched_tokens: PositiveInt = 2048
     """Most input rows in one forward pass."""
     drain_grace_s: Seconds = 5.0

@@ -35,12 +35,17 @@ SUPPORTED = (
         "{value}",
         "draft_model, ngram and suffix",
     ),
-    Supported(f"{_IN}.draft_sample_method", ("greedy",), "{value} drafts", "greedy"),
+    Supported(
+        f"{_IN}.draft_sample_method",
+        ("greedy", "coupled"),
+        "{value} drafts",
+        "greedy and coupled drafts",
+    ),
     Supported(f"{_IN}.rejection_sample_method", ("standard",), "{value} verification", "standard"),
     Supported(
         f"{_IN}.draft_tensor_parallel_size", (None, 1), "{value} GPUs for a draft model", "1"
     ),
-    Supported(f"{_IN}.quantization", (None,), "quantized draft models", "plain weights"),
+    Supported(f"{_IN}.quantization", (None, "int8"), "{value} weights", "plain weights and int8"),
     Supported(f"{_IN}.revision", (None,), "another revision than the default", "the default"),
     Supported(f"{_IN}.draft_load_config", (None,), "other ways to load", "safetensors"),
     Supported(f"{_IN}.kv_cache_dtype", (None, "auto"), "a KV cache of {value}", "auto"),
@@ -77,6 +82,11 @@ WITHOUT_EFFECT = (
     WithoutEffect("disable_padded_drafter_batch", "specgw's batches are never padded"),
     WithoutEffect("disable_eagle_block_drop", "the proposer's cache is its own: none is dropped"),
     WithoutEffect("use_local_argmax_reduction", "a draft model runs on one device"),
+    WithoutEffect(
+        "draft_sample_method",
+        "drafts from another vocabulary are greedy; the output is the same",
+        lambda config: config.use_heterogeneous_vocab,
+    ),
     *(
         WithoutEffect(key, "it is for n-gram methods", _other_than("ngram", "ngram_gpu"))
         for key in ("prompt_lookup_max", "prompt_lookup_min")

@@ -8,6 +8,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
+
 from specgw.errors import InvalidRequest
 from specgw.hidden import HiddenFormat, HiddenStates
 from specgw.structured_outputs import StructuredOutputsParams
@@ -58,6 +61,7 @@ class SamplingParams:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
     seed: int | None = None
     max_tokens: int | None = 16
     stop: tuple[str, ...] = ()
@@ -110,6 +114,7 @@ class SamplingParams:
             ),
             ("top_p", 0 < self.top_p <= 1, "must be in (0, 1]"),
             ("top_k", self.top_k >= -1, "must be at least 1, or 0 or -1 to switch it off"),
+            ("min_p", 0 <= self.min_p <= 1, "must be in [0, 1]"),
             (
                 "seed",
                 self.seed is None or -_INT64_MAX - 1 <= self.seed <= _INT64_MAX,
@@ -233,6 +238,7 @@ class Hello:
     draft_model: str = ""
     extra_slots_per_session: int | None = None
     hidden: HiddenFormat | None = None  # hidden states that it can send
+    draft_sample_method: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,6 +273,7 @@ class HelloAck:
     protocol_version: int = PROTOCOL_VERSION
     hidden: HiddenFormat | None = None
     vocab_mapping: VocabMappingSummary | None = None
+    draft_sample_method: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,10 +303,22 @@ class VerifierInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftSampling:
+    """How a request's drafts are sampled; fields are those of `SamplingParams`."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
 class OpenSession:
     """Begins a session from the whole context, or begins it anew.
 
-    The first `prompt_length` tokens are the prompt; what follows them is `structured_outputs`.
+    The first `prompt_length` tokens are the prompt; what follows them is `structured_outputs`. No
+    `sampling` means greedy.
     """
 
     session_id: int
@@ -307,6 +326,7 @@ class OpenSession:
     cache_salt: str = ""
     structured_outputs: StructuredOutputsParams | None = None
     prompt_length: int = 0
+    sampling: DraftSampling | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,15 +352,36 @@ class ProposeStep:
         return bool(self.open or self.commit or self.close)
 
 
+class AcceptanceRule(enum.Enum):
+    """How draft tokens were chosen, and so how a verifier may test them."""
+
+    ONE_HOT = "one_hot"
+    COUPLED = "coupled"
+    PROBS = "probs"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenProbs:
+    """The law that one draft token was drawn from: the ids that have probability."""
+
+    token_ids: npt.NDArray[np.int32]  # [support size]
+    probs: npt.NDArray[np.float32]  # [support size]
+
+
 @dataclass(frozen=True, slots=True)
 class DraftBlock:
-    """Draft tokens that continue the context of `base_length` tokens, or the reason for none."""
+    """Draft tokens that continue the context of `base_length` tokens, or the reason for none.
+
+    `draft_probs` has a law for each token exactly if the rule is PROBS.
+    """
 
     session_id: int
     base_length: int
     token_ids: Sequence[int] = ()
     reason: UndraftedReason | None = None
     draft_s: float = 0.0
+    rule: AcceptanceRule = AcceptanceRule.ONE_HOT
+    draft_probs: Sequence[TokenProbs] = ()
 
 
 @dataclass(slots=True)

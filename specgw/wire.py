@@ -13,8 +13,10 @@ from specgw.errors import InvalidRequest
 from specgw.hidden import HiddenFormat, HiddenStates
 from specgw.structured_outputs import StructuredOutputsParams
 from specgw.types import (
+    AcceptanceRule,
     Commit,
     DraftBlock,
+    DraftSampling,
     FinishReason,
     GenerateOutput,
     GenerateRequest,
@@ -27,6 +29,7 @@ from specgw.types import (
     SamplingParams,
     SpeculationStats,
     TokenLogprobs,
+    TokenProbs,
     UndraftedReason,
     VerifierInfo,
     VocabMappingSummary,
@@ -41,6 +44,12 @@ _FINISH_TO_PB = {
     FinishReason.LENGTH: verifier_pb2.FINISH_REASON_LENGTH,
 }
 _FINISH_FROM_PB = {pb: reason for reason, pb in _FINISH_TO_PB.items()}
+
+_RULE_TO_PB = {
+    rule: proposer_pb2.AcceptanceRule.Value(f"ACCEPTANCE_RULE_{rule.name}")
+    for rule in AcceptanceRule
+}
+_RULE_FROM_PB = {pb: rule for rule, pb in _RULE_TO_PB.items()}
 
 _UNDRAFTED_TO_PB = {
     reason: types_pb2.UndraftedReason.Value(f"UNDRAFTED_REASON_{reason.name}")
@@ -73,6 +82,7 @@ def sampling_params_from_pb(pb: types_pb2.SamplingParams) -> SamplingParams:
         temperature=pb.temperature if pb.HasField("temperature") else 1.0,
         top_p=pb.top_p if pb.HasField("top_p") else 1.0,
         top_k=pb.top_k,
+        min_p=pb.min_p,
         seed=pb.seed if pb.HasField("seed") else None,
         max_tokens=pb.max_tokens or None,
         stop_token_ids=tuple(pb.stop_token_ids),
@@ -105,6 +115,7 @@ def sampling_params_to_pb(params: SamplingParams) -> types_pb2.SamplingParams:
         temperature=params.temperature,
         top_p=params.top_p,
         top_k=min(max(params.top_k, 0), _INT32_MAX),
+        min_p=params.min_p,
         seed=params.seed,
         max_tokens=min(params.max_tokens or 0, _INT32_MAX),
         stop_token_ids=params.stop_token_ids,
@@ -286,6 +297,7 @@ def hello_from_pb(pb: proposer_pb2.Hello) -> Hello:
         extra_slots_per_session=(
             pb.extra_slots_per_session if pb.HasField("extra_slots_per_session") else None
         ),
+        draft_sample_method=pb.draft_sample_method,
         hidden=_hidden_format_from_pb(pb.hidden) if pb.HasField("hidden") else None,
     )
 
@@ -299,6 +311,7 @@ def hello_to_pb(hello: Hello) -> proposer_pb2.Hello:
         method=hello.method,
         draft_model=hello.draft_model,
         extra_slots_per_session=hello.extra_slots_per_session,
+        draft_sample_method=hello.draft_sample_method,
         hidden=_hidden_format_to_pb(hello.hidden),
     )
 
@@ -319,6 +332,7 @@ def hello_ack_from_pb(pb: proposer_pb2.HelloAck) -> HelloAck:
         vocab_mapping=(
             _vocab_mapping_from_pb(pb.vocab_mapping) if pb.HasField("vocab_mapping") else None
         ),
+        draft_sample_method=pb.draft_sample_method,
     )
 
 
@@ -334,6 +348,7 @@ def hello_ack_to_pb(ack: HelloAck) -> proposer_pb2.HelloAck:
         kv_lookahead_per_session=ack.kv_lookahead_per_session,
         max_num_batched_tokens=ack.max_num_batched_tokens,
         kv_capacity_tokens=ack.kv_capacity_tokens,
+        draft_sample_method=ack.draft_sample_method,
         hidden=_hidden_format_to_pb(ack.hidden),
         vocab_mapping=_vocab_mapping_to_pb(ack.vocab_mapping) if ack.vocab_mapping else None,
     )
@@ -453,6 +468,7 @@ def propose_step_to_pb(step: ProposeStep) -> proposer_pb2.ProposeStep:
                 structured_outputs=structured_outputs_to_pb(one.structured_outputs),
                 prompt_length=one.prompt_length,
                 cache_salt=one.cache_salt,
+                sampling=_draft_sampling_to_pb(one.sampling) if one.sampling else None,
             )
             for one in step.open
         ],
@@ -475,13 +491,43 @@ def _open_session_from_pb(pb: proposer_pb2.OpenSession, field: str) -> OpenSessi
     _require_at_least(1, pb.token_ids.count, f"{field}.token_ids.count")
     _require_at_least(0, pb.prompt_length, f"{field}.prompt_length")
     return OpenSession(
-        pb.session_id,
-        token_ids_from_pb(pb.token_ids, f"{field}.token_ids"),
-        pb.cache_salt,
-        structured_outputs_from_pb(pb.structured_outputs)
-        if pb.HasField("structured_outputs")
-        else None,
-        pb.prompt_length,
+        session_id=pb.session_id,
+        token_ids=token_ids_from_pb(pb.token_ids, f"{field}.token_ids"),
+        cache_salt=pb.cache_salt,
+        structured_outputs=(
+            structured_outputs_from_pb(pb.structured_outputs)
+            if pb.HasField("structured_outputs")
+            else None
+        ),
+        prompt_length=pb.prompt_length,
+        sampling=(
+            _draft_sampling_from_pb(pb.sampling, f"{field}.sampling")
+            if pb.HasField("sampling")
+            else None
+        ),
+    )
+
+
+def _draft_sampling_from_pb(pb: proposer_pb2.DraftSampling, field: str) -> DraftSampling:
+    try:
+        params = SamplingParams(
+            temperature=pb.temperature,
+            top_k=pb.top_k,
+            top_p=pb.top_p if pb.HasField("top_p") else 1.0,
+            min_p=pb.min_p,
+        )
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{field}.{error.field}", error.value, error.rule) from error
+    return DraftSampling(params.temperature, params.top_k, params.top_p, params.min_p, pb.seed)
+
+
+def _draft_sampling_to_pb(sampling: DraftSampling) -> proposer_pb2.DraftSampling:
+    return proposer_pb2.DraftSampling(
+        temperature=sampling.temperature,
+        top_k=min(max(sampling.top_k, 0), _INT32_MAX),
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        seed=sampling.seed,
     )
 
 
@@ -512,9 +558,9 @@ def _hidden_states_to_pb(states: HiddenStates | None) -> proposer_pb2.HiddenStat
 
 
 def draft_blocks_from_pb(pb: proposer_pb2.DraftBlocks) -> tuple[list[DraftBlock], int]:
-    """Returns the blocks and the queue depth. Draft tokens are to be tested as ONE_HOT.
+    """Returns the blocks and the queue depth.
 
-    That is lossless whatever rule the peer names.
+    A rule that only a newer peer knows counts as ONE_HOT, which is lossless whatever the peer did.
     """
     blocks = [_draft_block_from_pb(one, f"blocks[{i}]") for i, one in enumerate(pb.blocks)]
     return blocks, pb.queue_depth
@@ -537,6 +583,34 @@ def _draft_block_from_pb(pb: proposer_pb2.DraftBlock, field: str) -> DraftBlock:
         token_ids=token_ids,
         reason=reason,
         draft_s=pb.draft_time.seconds + pb.draft_time.nanos / _NANOS,
+        rule=_RULE_FROM_PB.get(pb.rule, AcceptanceRule.ONE_HOT),
+        draft_probs=_draft_probs_from_pb(pb.draft_probs, f"{field}.draft_probs"),
+    )
+
+
+def _draft_probs_from_pb(pb: proposer_pb2.DraftProbs, field: str) -> tuple[TokenProbs, ...]:
+    """Unpacks laws as they were sent; whether they are laws is for the verifier to see."""
+    token_ids = token_ids_from_pb(pb.token_ids, f"{field}.token_ids")
+    if len(pb.float32_le) != 4 * len(token_ids):
+        rule = f"must have {4 * len(token_ids)} bytes"
+        raise InvalidRequest(f"{field}.float32_le", f"{len(pb.float32_le)} bytes", rule)
+    if sum(pb.support_counts) != len(token_ids) or any(n < 1 for n in pb.support_counts):
+        rule = f"must be at least 1 each, with sum {len(token_ids)}"
+        raise InvalidRequest(f"{field}.support_counts", list(pb.support_counts), rule)
+    ends = np.cumsum(pb.support_counts)[:-1]
+    supports = np.split(np.asarray(token_ids, np.int32), ends) if pb.support_counts else []
+    probs = np.split(np.frombuffer(pb.float32_le, "<f4"), ends)
+    return tuple(TokenProbs(*one) for one in zip(supports, probs, strict=False))
+
+
+def _draft_probs_to_pb(laws: Sequence[TokenProbs]) -> proposer_pb2.DraftProbs | None:
+    if not laws:
+        return None
+    token_ids = np.concatenate([law.token_ids for law in laws]).astype("<i4").tobytes()
+    return proposer_pb2.DraftProbs(
+        support_counts=[len(law.token_ids) for law in laws],
+        token_ids=types_pb2.TokenIds(int32_le=token_ids, count=len(token_ids) // 4),
+        float32_le=np.concatenate([law.probs for law in laws]).astype("<f4").tobytes(),
     )
 
 
@@ -545,8 +619,9 @@ def _draft_block_to_pb(block: DraftBlock) -> proposer_pb2.DraftBlock:
         session_id=block.session_id,
         base_length=block.base_length,
         token_ids=token_ids_to_pb(block.token_ids),
-        rule=proposer_pb2.ACCEPTANCE_RULE_ONE_HOT,
+        rule=_RULE_TO_PB[block.rule],
         reason=undrafted_reason_to_pb(block.reason),
+        draft_probs=_draft_probs_to_pb(block.draft_probs),
     )
     pb.draft_time.seconds, pb.draft_time.nanos = divmod(round(block.draft_s * _NANOS), _NANOS)
     return pb

@@ -392,6 +392,7 @@ class Drafting:
                 request.cache_salt,
                 request.sampling_params.structured_outputs,
                 len(request.prompt_token_ids),
+                session.draft_sampling,
             )
         )
 

@@ -9,6 +9,7 @@ from specgw.engine.kv_cache import SequenceCache
 from specgw.errors import InvalidRequest
 from specgw.lookup.prediction import Prediction
 from specgw.types import (
+    DraftSampling,
     FinishReason,
     GenerateRequest,
     SpeculationStats,
@@ -95,6 +96,16 @@ class Session:
     def is_decoding(self) -> bool:
         """Whether only the last context token is missing from the cache."""
         return self.num_cached == len(self.context) - 1
+
+    @property
+    def draft_sampling(self) -> DraftSampling | None:
+        """How drafts may be sampled as the output is; None for greedily."""
+        params = self.request.sampling_params
+        if params.is_greedy:
+            return None
+        return DraftSampling(
+            params.temperature, params.top_k, params.top_p, params.min_p, self.seed
+        )
 
     def tokens_to_score(self, num_cached: int) -> Sequence[int]:
         """Returns the prompt tokens to compute log probabilities for, if asked for.

@@ -3,21 +3,24 @@
 Knows nothing of sessions' lives, proposers or clocks: caches and tokens in, output tokens out.
 """
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
+import torch
 from torch import Tensor
 
 from specgw.engine.kv_cache import SequenceCache
 from specgw.engine.logprobs import token_logprobs
 from specgw.engine.model_runner import ModelRunner, SequenceChunk
-from specgw.engine.sampling import RowSampling, argmax, sample
+from specgw.engine.sampling import RowSampling, sample
 from specgw.errors import SpecgwError
 from specgw.grammar import GrammarMatcher
 from specgw.types import GenerateRequest, SamplingParams, TokenLogprobs
 from verifier_svc.custom_processors import CustomLogitsProcessor
 from verifier_svc.logits_processors import RowProcessors, build_processors
-from verifier_svc.rejection_sampler import accept_matching
+from verifier_svc.rejection_sampler import count_matching
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +83,7 @@ class Verifier:
         self, runner: ModelRunner, custom_processors: Sequence[CustomLogitsProcessor] = ()
     ) -> None:
         self.runner = runner
+        self.forward_s = 0.0  # of the last pass; on a GPU, until it is under way
         self._custom_processors = custom_processors
 
     def processors_for(
@@ -98,19 +102,21 @@ class Verifier:
 
     def verify(self, batch: Sequence[VerifyRows]) -> list[Verified]:
         """Runs one forward pass and leaves exactly the accepted tokens in every cache."""
+        began = time.perf_counter()
         logits, hidden = self._forward(batch)
-        most_probable = argmax(logits).tolist()
-        results = []
-        first = 0
-        for rows in batch:
-            last = first + rows.num_logits
-            scored, first = logits[first : last - rows.num_verified], last - rows.num_verified
-            if rows.sampling_params.is_greedy and rows.processors is None:
-                draws = iter(most_probable[first:last])
-            else:
-                draws = _draws(rows, logits[first:last])
-            results.append(_with_logprobs(rows, _accept(rows, draws), scored, logits[first:last]))
-            first = last
+        self.forward_s = time.perf_counter() - began
+        sizes = [n for rows in batch for n in (len(rows.scored_token_ids), rows.num_verified)]
+        parts = torch.split(logits, sizes)
+        scored, raw = parts[::2], parts[1::2]
+        if any(rows.scored_token_ids for rows in batch):
+            logits = torch.cat(raw)  # [sum of num_verified, vocab_size]
+        logits, errors = _processed(logits, batch)
+        draws = iter(sample(logits, [row for rows in batch for row in _sampling(rows)]))
+        results = [
+            _accept(rows, list(islice(draws, rows.num_verified)), error)
+            for rows, error in zip(batch, errors, strict=True)
+        ]
+        results = list(map(_with_logprobs, batch, results, scored, raw))
         return results if hidden is None else _with_hidden(batch, results, hidden)
 
     def _forward(self, batch: Sequence[VerifyRows]) -> tuple[Tensor, Tensor | None]:
@@ -126,33 +132,64 @@ def _chunk(rows: VerifyRows) -> SequenceChunk:
     return SequenceChunk(rows.cache, token_ids, rows.num_logits)
 
 
-def _draws(
-    rows: VerifyRows,
-    logits: Tensor,  # [num_logits, vocab_size]
-) -> Iterator[int]:
-    """Draws the target's token of one row after the other, as far as they are asked for."""
+def _processed(
+    logits: Tensor,  # [sum of num_verified, vocab_size]
+    batch: Sequence[VerifyRows],
+) -> tuple[Tensor, list[SpecgwError | None]]:
+    """Returns the logits after every session's processors, and what went wrong with each."""
+    errors: list[SpecgwError | None] = [None] * len(batch)
+    if all(rows.processors is None or not rows.is_complete for rows in batch):
+        return logits, errors
+    logits = logits.to(torch.float32, copy=True)
+    first = 0
+    for index, rows in enumerate(batch):
+        last = first + rows.num_verified
+        if rows.processors is not None and rows.is_complete:
+            try:
+                _process(rows.processors, rows.draft_token_ids, logits[first:last])
+            except SpecgwError as error:
+                errors[index] = error
+        first = last
+    return logits, errors
+
+
+def _process(
+    processors: RowProcessors,
+    draft_token_ids: Sequence[int],
+    logits: Tensor,  # [num_verified, vocab_size], changed in place
+) -> None:
+    """Applies a session's processors, down to a draft token that they forbid.
+
+    It will be rejected, whatever the rule, so that no row after it counts.
+    """
+    processed = processors.rows(logits, draft_token_ids)
+    for offset, row in enumerate(processed):
+        logits[offset] = row
+        if offset < len(draft_token_ids) and row[draft_token_ids[offset]] == -torch.inf:
+            return
+
+
+def _sampling(rows: VerifyRows) -> list[RowSampling]:
+    """Returns how the target's token of each row is chosen."""
     params = rows.sampling_params
-    processed = iter(logits)
-    if rows.processors is not None:
-        processed = rows.processors.rows(logits, rows.draft_token_ids)
-    for offset, row_logits in enumerate(processed):
-        row = RowSampling(
+    return [
+        RowSampling(
             temperature=params.temperature,
             top_p=params.top_p,
             top_k=params.top_k,
+            min_p=params.min_p,
             seed=rows.seed,
             position=rows.context_length + offset,
         )
-        yield sample(row_logits.unsqueeze(0), [row])[0]
+        for offset in range(rows.num_verified)
+    ]
 
 
-def _accept(rows: VerifyRows, draws: Iterator[int]) -> Verified:
-    if not rows.is_complete:
-        return Verified((), 0)
-    try:
-        output, num_accepted = accept_matching(rows.draft_token_ids, draws)
-    except SpecgwError as error:
+def _accept(rows: VerifyRows, draws: Sequence[int], error: SpecgwError | None) -> Verified:
+    if not rows.is_complete or error is not None:
         return Verified((), 0, error=error)
+    num_accepted = count_matching(rows.draft_token_ids, draws)
+    output = draws[: num_accepted + 1]
     rows.cache.truncate(rows.context_length + num_accepted)
     if rows.processors is not None:
         rows.processors.commit(output)

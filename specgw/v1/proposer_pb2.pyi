@@ -31,6 +31,12 @@ class _AcceptanceRuleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Accept
     """Not given. Treated as ONE_HOT, which is lossless whatever the proposer did."""
     ACCEPTANCE_RULE_ONE_HOT: _AcceptanceRule.ValueType  # 1
     """The draft distribution counts as a point mass on the token."""
+    ACCEPTANCE_RULE_COUPLED: _AcceptanceRule.ValueType  # 2
+    """The token was drawn with the noise of the request's own tokens: it is accepted if the target draws it too, which
+    is the same test as ONE_HOT.
+    """
+    ACCEPTANCE_RULE_PROBS: _AcceptanceRule.ValueType  # 3
+    """The token was drawn from the law in `draft_probs`."""
 
 class AcceptanceRule(_AcceptanceRule, metaclass=_AcceptanceRuleEnumTypeWrapper):
     """How draft tokens are tested against the target distribution. Values may be added."""
@@ -39,6 +45,12 @@ ACCEPTANCE_RULE_UNSPECIFIED: AcceptanceRule.ValueType  # 0
 """Not given. Treated as ONE_HOT, which is lossless whatever the proposer did."""
 ACCEPTANCE_RULE_ONE_HOT: AcceptanceRule.ValueType  # 1
 """The draft distribution counts as a point mass on the token."""
+ACCEPTANCE_RULE_COUPLED: AcceptanceRule.ValueType  # 2
+"""The token was drawn with the noise of the request's own tokens: it is accepted if the target draws it too, which
+is the same test as ONE_HOT.
+"""
+ACCEPTANCE_RULE_PROBS: AcceptanceRule.ValueType  # 3
+"""The token was drawn from the law in `draft_probs`."""
 Global___AcceptanceRule: _TypeAlias = AcceptanceRule  # noqa: Y015
 
 @_typing.final
@@ -118,6 +130,7 @@ class Hello(_message.Message):
     METHOD_FIELD_NUMBER: _builtins.int
     DRAFT_MODEL_FIELD_NUMBER: _builtins.int
     EXTRA_SLOTS_PER_SESSION_FIELD_NUMBER: _builtins.int
+    DRAFT_SAMPLE_METHOD_FIELD_NUMBER: _builtins.int
     HIDDEN_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     """Version of this contract that the verifier speaks. Now 1; another is refused."""
@@ -139,6 +152,10 @@ class Hello(_message.Message):
     """Extra input rows per session and round that the verifier reckons with. Another number than the proposer's is
     refused. Absent means any.
     """
+    draft_sample_method: _builtins.str
+    """How draft tokens are chosen, under vLLM's name (`greedy`, `probabilistic`) or `coupled`, as the verifier is
+    configured. Another than the proposer's is refused. Empty means any.
+    """
     @_builtins.property
     def target_model(self) -> _types_pb2.ModelDescription:
         """The target model. The proposer refuses one whose token ids it cannot draft."""
@@ -157,11 +174,12 @@ class Hello(_message.Message):
         method: _builtins.str = ...,
         draft_model: _builtins.str = ...,
         extra_slots_per_session: _builtins.int | None = ...,
+        draft_sample_method: _builtins.str = ...,
         hidden: Global___HiddenFormat | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_extra_slots_per_session", b"_extra_slots_per_session", "extra_slots_per_session", b"extra_slots_per_session", "hidden", b"hidden", "target_model", b"target_model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_extra_slots_per_session", b"_extra_slots_per_session", "draft_model", b"draft_model", "extra_slots_per_session", b"extra_slots_per_session", "hidden", b"hidden", "max_draft_tokens", b"max_draft_tokens", "method", b"method", "protocol_version", b"protocol_version", "target_model", b"target_model", "verifier_id", b"verifier_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_extra_slots_per_session", b"_extra_slots_per_session", "draft_model", b"draft_model", "draft_sample_method", b"draft_sample_method", "extra_slots_per_session", b"extra_slots_per_session", "hidden", b"hidden", "max_draft_tokens", b"max_draft_tokens", "method", b"method", "protocol_version", b"protocol_version", "target_model", b"target_model", "verifier_id", b"verifier_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__extra_slots_per_session: _TypeAlias = _typing.Literal["extra_slots_per_session"]  # noqa: Y015
     _WhichOneofArgType__extra_slots_per_session: _TypeAlias = _typing.Literal["_extra_slots_per_session", b"_extra_slots_per_session"]  # noqa: Y015
@@ -221,6 +239,7 @@ class HelloAck(_message.Message):
     KV_LOOKAHEAD_PER_SESSION_FIELD_NUMBER: _builtins.int
     MAX_NUM_BATCHED_TOKENS_FIELD_NUMBER: _builtins.int
     KV_CAPACITY_TOKENS_FIELD_NUMBER: _builtins.int
+    DRAFT_SAMPLE_METHOD_FIELD_NUMBER: _builtins.int
     HIDDEN_FIELD_NUMBER: _builtins.int
     VOCAB_MAPPING_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
@@ -241,6 +260,8 @@ class HelloAck(_message.Message):
     """Most input rows in one forward pass."""
     kv_capacity_tokens: _builtins.int
     """Capacity of the KV cache in tokens."""
+    draft_sample_method: _builtins.str
+    """How draft tokens are chosen. Empty if the method has no choice."""
     @_builtins.property
     def draft_model(self) -> _types_pb2.ModelDescription:
         """The draft model."""
@@ -268,12 +289,13 @@ class HelloAck(_message.Message):
         kv_lookahead_per_session: _builtins.int = ...,
         max_num_batched_tokens: _builtins.int = ...,
         kv_capacity_tokens: _builtins.int = ...,
+        draft_sample_method: _builtins.str = ...,
         hidden: Global___HiddenFormat | None = ...,
         vocab_mapping: Global___VocabMapping | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["draft_model", b"draft_model", "hidden", b"hidden", "vocab_mapping", b"vocab_mapping"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_model", b"draft_model", "extra_slots_per_session", b"extra_slots_per_session", "hidden", b"hidden", "kv_capacity_tokens", b"kv_capacity_tokens", "kv_lookahead_per_session", b"kv_lookahead_per_session", "max_draft_tokens", b"max_draft_tokens", "max_num_batched_tokens", b"max_num_batched_tokens", "max_sessions", b"max_sessions", "method", b"method", "proposer_id", b"proposer_id", "protocol_version", b"protocol_version", "vocab_mapping", b"vocab_mapping"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_model", b"draft_model", "draft_sample_method", b"draft_sample_method", "extra_slots_per_session", b"extra_slots_per_session", "hidden", b"hidden", "kv_capacity_tokens", b"kv_capacity_tokens", "kv_lookahead_per_session", b"kv_lookahead_per_session", "max_draft_tokens", b"max_draft_tokens", "max_num_batched_tokens", b"max_num_batched_tokens", "max_sessions", b"max_sessions", "method", b"method", "proposer_id", b"proposer_id", "protocol_version", b"protocol_version", "vocab_mapping", b"vocab_mapping"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -361,6 +383,7 @@ class OpenSession(_message.Message):
 
     SESSION_ID_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    SAMPLING_FIELD_NUMBER: _builtins.int
     STRUCTURED_OUTPUTS_FIELD_NUMBER: _builtins.int
     PROMPT_LENGTH_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
@@ -375,6 +398,10 @@ class OpenSession(_message.Message):
         """The whole context: prompt and committed output. At least one token."""
 
     @_builtins.property
+    def sampling(self) -> Global___DraftSampling:
+        """How the request's tokens are sampled, for drafts that are sampled too. Absent means greedy."""
+
+    @_builtins.property
     def structured_outputs(self) -> _types_pb2.StructuredOutputs:
         """What the text of the output must be: tokens that cannot come next are never accepted. Absent means any text. A
         proposer may leave it out of account.
@@ -385,17 +412,58 @@ class OpenSession(_message.Message):
         *,
         session_id: _builtins.int = ...,
         token_ids: _types_pb2.TokenIds | None = ...,
+        sampling: Global___DraftSampling | None = ...,
         structured_outputs: _types_pb2.StructuredOutputs | None = ...,
         prompt_length: _builtins.int = ...,
         cache_salt: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["structured_outputs", b"structured_outputs", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling", "structured_outputs", b"structured_outputs", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "prompt_length", b"prompt_length", "session_id", b"session_id", "structured_outputs", b"structured_outputs", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "prompt_length", b"prompt_length", "sampling", b"sampling", "session_id", b"session_id", "structured_outputs", b"structured_outputs", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___OpenSession: _TypeAlias = OpenSession  # noqa: Y015
+
+@_typing.final
+class DraftSampling(_message.Message):
+    """How drafts are sampled: what a draft law takes over from the request, and the seed of the request's random numbers."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEMPERATURE_FIELD_NUMBER: _builtins.int
+    TOP_K_FIELD_NUMBER: _builtins.int
+    TOP_P_FIELD_NUMBER: _builtins.int
+    MIN_P_FIELD_NUMBER: _builtins.int
+    SEED_FIELD_NUMBER: _builtins.int
+    temperature: _builtins.float
+    """Divides the logits. Range [0, 2]; 0 is greedy."""
+    top_k: _builtins.int
+    """Keeps this many most probable tokens. 0 means all."""
+    top_p: _builtins.float
+    """Keeps the smallest set of most probable tokens whose mass reaches this value. Range (0, 1]. Absent means 1, off."""
+    min_p: _builtins.float
+    """Keeps tokens at least this probable relative to the most probable one. Range [0, 1]; 0 is off."""
+    seed: _builtins.int
+    """Seed of the request's random numbers."""
+    def __init__(
+        self,
+        *,
+        temperature: _builtins.float = ...,
+        top_k: _builtins.int = ...,
+        top_p: _builtins.float | None = ...,
+        min_p: _builtins.float = ...,
+        seed: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_top_p", b"_top_p", "top_p", b"top_p"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_top_p", b"_top_p", "min_p", b"min_p", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__top_p: _TypeAlias = _typing.Literal["top_p"]  # noqa: Y015
+    _WhichOneofArgType__top_p: _TypeAlias = _typing.Literal["_top_p", b"_top_p"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__top_p) -> _WhichOneofReturnType__top_p | None: ...
+
+Global___DraftSampling: _TypeAlias = DraftSampling  # noqa: Y015
 
 @_typing.final
 class Commit(_message.Message):
@@ -538,6 +606,7 @@ class DraftBlock(_message.Message):
     RULE_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     DRAFT_TIME_FIELD_NUMBER: _builtins.int
+    DRAFT_PROBS_FIELD_NUMBER: _builtins.int
     session_id: _builtins.int
     """The session."""
     base_length: _builtins.int
@@ -554,6 +623,12 @@ class DraftBlock(_message.Message):
     def draft_time(self) -> _duration_pb2.Duration:
         """Time the proposer worked on the step that made the block, waiting not included."""
 
+    @_builtins.property
+    def draft_probs(self) -> Global___DraftProbs:
+        """The laws that the tokens were drawn from, one for each. Set exactly if `rule` is PROBS. If it is not valid, the
+        verifier tests the tokens as ONE_HOT.
+        """
+
     def __init__(
         self,
         *,
@@ -563,14 +638,53 @@ class DraftBlock(_message.Message):
         rule: Global___AcceptanceRule.ValueType = ...,
         reason: _types_pb2.UndraftedReason.ValueType = ...,
         draft_time: _duration_pb2.Duration | None = ...,
+        draft_probs: Global___DraftProbs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["draft_time", b"draft_time", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["draft_probs", b"draft_probs", "draft_time", b"draft_time", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_length", b"base_length", "draft_time", b"draft_time", "reason", b"reason", "rule", b"rule", "session_id", b"session_id", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_length", b"base_length", "draft_probs", b"draft_probs", "draft_time", b"draft_time", "reason", b"reason", "rule", b"rule", "session_id", b"session_id", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DraftBlock: _TypeAlias = DraftBlock  # noqa: Y015
+
+@_typing.final
+class DraftProbs(_message.Message):
+    """The laws of a block's draft tokens. A law is given by the ids that have probability, its support; the numbers are
+    those the token was drawn with, after every truncation.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SUPPORT_COUNTS_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    FLOAT32_LE_FIELD_NUMBER: _builtins.int
+    float32_le: _builtins.bytes
+    """Probabilities of those ids as little-endian float32, not negative, those of each support with sum 1. Shape
+    [sum of support_counts]. A length that does not match is refused with INVALID_ARGUMENT.
+    """
+    @_builtins.property
+    def support_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Number of ids in the support of each draft token: shape [token_ids.count of the block], each at least 1."""
+
+    @_builtins.property
+    def token_ids(self) -> _types_pb2.TokenIds:
+        """Supports, one after the other; no id twice in one. Shape [sum of support_counts]."""
+
+    def __init__(
+        self,
+        *,
+        support_counts: _abc.Iterable[_builtins.int] | None = ...,
+        token_ids: _types_pb2.TokenIds | None = ...,
+        float32_le: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["token_ids", b"token_ids"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["float32_le", b"float32_le", "support_counts", b"support_counts", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DraftProbs: _TypeAlias = DraftProbs  # noqa: Y015
 
 @_typing.final
 class GetProposerInfoRequest(_message.Message):

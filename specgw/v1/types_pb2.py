@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15specgw/v1/types.proto\x12\tspecgw.v1\"+\n\x08TokenIds\x12\x10\n\x08int32_le\x18\x01 \x01(\x0c\x12\r\n\x05\x63ount\x18\x02 \x01(\x05\"\xec\x04\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\r\n\x05top_k\x18\x03 \x01(\x05\x12\x11\n\x04seed\x18\x04 \x01(\x03H\x02\x88\x01\x01\x12\x12\n\nmax_tokens\x18\x05 \x01(\x05\x12\x12\n\nignore_eos\x18\x06 \x01(\x08\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\x05\x12\x18\n\x10presence_penalty\x18\t \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\n \x01(\x01\x12\x1f\n\x12repetition_penalty\x18\x0b \x01(\x01H\x03\x88\x01\x01\x12\x12\n\nmin_tokens\x18\x0c \x01(\x05\x12<\n\nlogit_bias\x18\r \x03(\x0b\x32(.specgw.v1.SamplingParams.LogitBiasEntry\x12\x30\n\x13\x62\x61\x64_words_token_ids\x18\x0e \x03(\x0b\x32\x13.specgw.v1.TokenIds\x12.\n\x11\x61llowed_token_ids\x18\x0f \x01(\x0b\x32\x13.specgw.v1.TokenIds\x12\x15\n\x08logprobs\x18\x10 \x01(\x05H\x04\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x11 \x01(\x05H\x05\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x07\n\x05_seedB\x15\n\x13_repetition_penaltyB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\"\x91\x02\n\x11StructuredOutputs\x12\x0e\n\x04json\x18\x01 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x02 \x01(\tH\x00\x12$\n\x06\x63hoice\x18\x03 \x01(\x0b\x32\x12.specgw.v1.ChoicesH\x00\x12\x11\n\x07grammar\x18\x04 \x01(\tH\x00\x12\x15\n\x0bjson_object\x18\x05 \x01(\x08H\x00\x12\x1e\n\x16\x64isable_any_whitespace\x18\x06 \x01(\x08\x12%\n\x1d\x64isable_additional_properties\x18\x07 \x01(\x08\x12\x1f\n\x12whitespace_pattern\x18\x08 \x01(\tH\x01\x88\x01\x01\x42\x0c\n\nconstraintB\x15\n\x13_whitespace_pattern\"\x18\n\x07\x43hoices\x12\r\n\x05texts\x18\x01 \x03(\t\"Z\n\rTokenLogprobs\x12&\n\ttoken_ids\x18\x01 \x01(\x0b\x32\x13.specgw.v1.TokenIds\x12\x12\n\nfloat32_le\x18\x02 \x01(\x0c\x12\r\n\x05ranks\x18\x03 \x03(\x05\"\x9b\x01\n\x10ModelDescription\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\x05\x12\x19\n\x11vocab_fingerprint\x18\x04 \x01(\t\x12\x15\n\rmax_model_len\x18\x05 \x01(\x05\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x07 \x01(\t\"\xc1\x01\n\x10SpeculationStats\x12\x13\n\x0b\x64raft_count\x18\x01 \x01(\x03\x12\x19\n\x11\x64raft_token_count\x18\x02 \x01(\x03\x12\x1c\n\x14\x61\x63\x63\x65pted_token_count\x18\x03 \x01(\x03\x12)\n!accepted_token_count_per_position\x18\x04 \x03(\x03\x12\x34\n\x10undrafted_rounds\x18\x05 \x03(\x0b\x32\x1a.specgw.v1.UndraftedRounds\"L\n\x0fUndraftedRounds\x12*\n\x06reason\x18\x01 \x01(\x0e\x32\x1a.specgw.v1.UndraftedReason\x12\r\n\x05\x63ount\x18\x02 \x01(\x03*\xe4\x02\n\x0fUndraftedReason\x12 \n\x1cUNDRAFTED_REASON_UNSPECIFIED\x10\x00\x12\x1d\n\x19UNDRAFTED_REASON_DISABLED\x10\x01\x12 \n\x1cUNDRAFTED_REASON_UNAVAILABLE\x10\x02\x12\x19\n\x15UNDRAFTED_REASON_LATE\x10\x03\x12\x1c\n\x18UNDRAFTED_REASON_NO_SLOT\x10\x04\x12\x1e\n\x1aUNDRAFTED_REASON_NO_MEMORY\x10\x05\x12\"\n\x1eUNDRAFTED_REASON_CONTEXT_LIMIT\x10\x06\x12\x1b\n\x17UNDRAFTED_REASON_RESYNC\x10\x07\x12\x1a\n\x16UNDRAFTED_REASON_EMPTY\x10\x08\x12\x1a\n\x16UNDRAFTED_REASON_ERROR\x10\t\x12\x1c\n\x18UNDRAFTED_REASON_NO_GAIN\x10\nb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15specgw/v1/types.proto\x12\tspecgw.v1\"+\n\x08TokenIds\x12\x10\n\x08int32_le\x18\x01 \x01(\x0c\x12\r\n\x05\x63ount\x18\x02 \x01(\x05\"\xfb\x04\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\r\n\x05top_k\x18\x03 \x01(\x05\x12\x11\n\x04seed\x18\x04 \x01(\x03H\x02\x88\x01\x01\x12\x12\n\nmax_tokens\x18\x05 \x01(\x05\x12\x12\n\nignore_eos\x18\x06 \x01(\x08\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\x05\x12\r\n\x05min_p\x18\x08 \x01(\x01\x12\x18\n\x10presence_penalty\x18\t \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\n \x01(\x01\x12\x1f\n\x12repetition_penalty\x18\x0b \x01(\x01H\x03\x88\x01\x01\x12\x12\n\nmin_tokens\x18\x0c \x01(\x05\x12<\n\nlogit_bias\x18\r \x03(\x0b\x32(.specgw.v1.SamplingParams.LogitBiasEntry\x12\x30\n\x13\x62\x61\x64_words_token_ids\x18\x0e \x03(\x0b\x32\x13.specgw.v1.TokenIds\x12.\n\x11\x61llowed_token_ids\x18\x0f \x01(\x0b\x32\x13.specgw.v1.TokenIds\x12\x15\n\x08logprobs\x18\x10 \x01(\x05H\x04\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x11 \x01(\x05H\x05\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x07\n\x05_seedB\x15\n\x13_repetition_penaltyB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\"\x91\x02\n\x11StructuredOutputs\x12\x0e\n\x04json\x18\x01 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x02 \x01(\tH\x00\x12$\n\x06\x63hoice\x18\x03 \x01(\x0b\x32\x12.specgw.v1.ChoicesH\x00\x12\x11\n\x07grammar\x18\x04 \x01(\tH\x00\x12\x15\n\x0bjson_object\x18\x05 \x01(\x08H\x00\x12\x1e\n\x16\x64isable_any_whitespace\x18\x06 \x01(\x08\x12%\n\x1d\x64isable_additional_properties\x18\x07 \x01(\x08\x12\x1f\n\x12whitespace_pattern\x18\x08 \x01(\tH\x01\x88\x01\x01\x42\x0c\n\nconstraintB\x15\n\x13_whitespace_pattern\"\x18\n\x07\x43hoices\x12\r\n\x05texts\x18\x01 \x03(\t\"Z\n\rTokenLogprobs\x12&\n\ttoken_ids\x18\x01 \x01(\x0b\x32\x13.specgw.v1.TokenIds\x12\x12\n\nfloat32_le\x18\x02 \x01(\x0c\x12\r\n\x05ranks\x18\x03 \x03(\x05\"\x9b\x01\n\x10ModelDescription\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\x05\x12\x19\n\x11vocab_fingerprint\x18\x04 \x01(\t\x12\x15\n\rmax_model_len\x18\x05 \x01(\x05\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x07 \x01(\t\"\xc1\x01\n\x10SpeculationStats\x12\x13\n\x0b\x64raft_count\x18\x01 \x01(\x03\x12\x19\n\x11\x64raft_token_count\x18\x02 \x01(\x03\x12\x1c\n\x14\x61\x63\x63\x65pted_token_count\x18\x03 \x01(\x03\x12)\n!accepted_token_count_per_position\x18\x04 \x03(\x03\x12\x34\n\x10undrafted_rounds\x18\x05 \x03(\x0b\x32\x1a.specgw.v1.UndraftedRounds\"L\n\x0fUndraftedRounds\x12*\n\x06reason\x18\x01 \x01(\x0e\x32\x1a.specgw.v1.UndraftedReason\x12\r\n\x05\x63ount\x18\x02 \x01(\x03*\xe4\x02\n\x0fUndraftedReason\x12 \n\x1cUNDRAFTED_REASON_UNSPECIFIED\x10\x00\x12\x1d\n\x19UNDRAFTED_REASON_DISABLED\x10\x01\x12 \n\x1cUNDRAFTED_REASON_UNAVAILABLE\x10\x02\x12\x19\n\x15UNDRAFTED_REASON_LATE\x10\x03\x12\x1c\n\x18UNDRAFTED_REASON_NO_SLOT\x10\x04\x12\x1e\n\x1aUNDRAFTED_REASON_NO_MEMORY\x10\x05\x12\"\n\x1eUNDRAFTED_REASON_CONTEXT_LIMIT\x10\x06\x12\x1b\n\x17UNDRAFTED_REASON_RESYNC\x10\x07\x12\x1a\n\x16UNDRAFTED_REASON_EMPTY\x10\x08\x12\x1a\n\x16UNDRAFTED_REASON_ERROR\x10\t\x12\x1c\n\x18UNDRAFTED_REASON_NO_GAIN\x10\nb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,24 +33,24 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_UNDRAFTEDREASON']._serialized_start=1531
-  _globals['_UNDRAFTEDREASON']._serialized_end=1887
+  _globals['_UNDRAFTEDREASON']._serialized_start=1546
+  _globals['_UNDRAFTEDREASON']._serialized_end=1902
   _globals['_TOKENIDS']._serialized_start=36
   _globals['_TOKENIDS']._serialized_end=79
   _globals['_SAMPLINGPARAMS']._serialized_start=82
-  _globals['_SAMPLINGPARAMS']._serialized_end=702
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=563
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=611
-  _globals['_STRUCTUREDOUTPUTS']._serialized_start=705
-  _globals['_STRUCTUREDOUTPUTS']._serialized_end=978
-  _globals['_CHOICES']._serialized_start=980
-  _globals['_CHOICES']._serialized_end=1004
-  _globals['_TOKENLOGPROBS']._serialized_start=1006
-  _globals['_TOKENLOGPROBS']._serialized_end=1096
-  _globals['_MODELDESCRIPTION']._serialized_start=1099
-  _globals['_MODELDESCRIPTION']._serialized_end=1254
-  _globals['_SPECULATIONSTATS']._serialized_start=1257
-  _globals['_SPECULATIONSTATS']._serialized_end=1450
-  _globals['_UNDRAFTEDROUNDS']._serialized_start=1452
-  _globals['_UNDRAFTEDROUNDS']._serialized_end=1528
+  _globals['_SAMPLINGPARAMS']._serialized_end=717
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=578
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=626
+  _globals['_STRUCTUREDOUTPUTS']._serialized_start=720
+  _globals['_STRUCTUREDOUTPUTS']._serialized_end=993
+  _globals['_CHOICES']._serialized_start=995
+  _globals['_CHOICES']._serialized_end=1019
+  _globals['_TOKENLOGPROBS']._serialized_start=1021
+  _globals['_TOKENLOGPROBS']._serialized_end=1111
+  _globals['_MODELDESCRIPTION']._serialized_start=1114
+  _globals['_MODELDESCRIPTION']._serialized_end=1269
+  _globals['_SPECULATIONSTATS']._serialized_start=1272
+  _globals['_SPECULATIONSTATS']._serialized_end=1465
+  _globals['_UNDRAFTEDROUNDS']._serialized_start=1467
+  _globals['_UNDRAFTEDROUNDS']._serialized_end=1543
 # @@protoc_insertion_point(module_scope)

@@ -79,6 +79,11 @@ def test_a_proposer_that_drafts_more_than_asked_for_is_welcome() -> None:
             "slots: the verifier reckons with 1 extra rows per session, the proposer with 4",
         ),
         (
+            {"draft_sample_method": "coupled"},
+            "draft_sample_method: the verifier is configured with greedy, the proposer with "
+            "coupled",
+        ),
+        (
             {"draft_model": replace(DRAFT, name="models/other")},
             "draft model: the verifier is configured with models/draft, the proposer has loaded "
             "models/other",

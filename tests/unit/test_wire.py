@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,8 +13,10 @@ from specgw.errors import InvalidRequest
 from specgw.hidden import DTYPE_BYTES, MAX_COMMIT_BYTES, HiddenFormat, HiddenStates
 from specgw.structured_outputs import StructuredOutputsParams
 from specgw.types import (
+    AcceptanceRule,
     Commit,
     DraftBlock,
+    DraftSampling,
     FinishReason,
     GenerateOutput,
     GenerateRequest,
@@ -26,6 +29,7 @@ from specgw.types import (
     SamplingParams,
     SpeculationStats,
     TokenLogprobs,
+    TokenProbs,
     UndraftedReason,
     VerifierInfo,
     VocabMappingSummary,
@@ -62,6 +66,7 @@ hellos = st.builds(
     *(names, models, int32s, int32s, texts, texts),
     st.none() | st.integers(0, 2**31 - 1),
     st.none() | hidden_formats,
+    draft_sample_method=texts,
 )
 sizes = st.integers(0, 2**63 - 1)
 offers = st.builds(
@@ -73,6 +78,7 @@ acks = st.builds(
     *(texts, texts, models, counts, counts, counts, counts, counts, sizes, counts),
     st.none() | hidden_formats,
     st.none() | st.builds(VocabMappingSummary, texts, texts, shares, shares),
+    draft_sample_method=texts,
 )
 statuses = st.builds(ProposerStatus, texts, st.booleans(), counts, texts, st.none() | offers)
 verifier_infos = st.builds(
@@ -94,10 +100,21 @@ constraints = st.one_of(
     st.builds(StructuredOutputsParams, choice=st.lists(texts, min_size=1, max_size=3)),
     st.builds(StructuredOutputsParams, grammar=texts),
 )
+samplings = st.builds(
+    DraftSampling,
+    temperature=st.floats(0, 2),
+    top_k=counts,
+    top_p=st.floats(0, 1, exclude_min=True),
+    min_p=st.floats(0, 1),
+    seed=int64s,
+)
 steps = st.builds(
     ProposeStep,
     open=st.lists(
-        st.builds(OpenSession, session_ids, some_token_ids, texts, st.none() | constraints, counts),
+        st.builds(
+            *(OpenSession, session_ids, some_token_ids, texts, st.none() | constraints, counts),
+            st.none() | samplings,
+        ),
         max_size=3,
     ),
     commit=st.lists(
@@ -108,7 +125,10 @@ steps = st.builds(
 )
 durations = st.integers(0, 10**13).map(lambda nanos: nanos // 10**9 + nanos % 10**9 / 10**9)
 blocks = st.one_of(
-    st.builds(DraftBlock, session_ids, counts, some_token_ids, st.none(), durations),
+    st.builds(
+        *(DraftBlock, session_ids, counts, some_token_ids, st.none(), durations),
+        st.sampled_from(AcceptanceRule),
+    ),
     st.builds(
         DraftBlock, session_ids, counts, st.just([]), st.sampled_from(UndraftedReason), durations
     ),
@@ -126,6 +146,7 @@ sampling_params = st.builds(
     temperature=st.floats(0, 2),
     top_p=st.floats(0, 1, exclude_min=True),
     top_k=counts,
+    min_p=st.floats(0, 1),
     seed=st.none() | int64s,
     max_tokens=st.none() | st.integers(1, 2**31 - 1),
     stop_token_ids=st.lists(counts, max_size=3),
@@ -222,6 +243,56 @@ def test_blocks_survive(drafted: list[DraftBlock], queue_depth: int) -> None:
     assert wire.propose_response_from_pb(pb) == (drafted, queue_depth)
 
 
+def _probs_block(supports: list[list[int]], probs: list[list[float]]) -> DraftBlock:
+    laws = [
+        TokenProbs(np.array(ids, np.int32), np.array(weights, np.float32))
+        for ids, weights in zip(supports, probs, strict=True)
+    ]
+    token_ids = [ids[0] for ids in supports]
+    return DraftBlock(1, 7, token_ids, rule=AcceptanceRule.PROBS, draft_probs=laws)
+
+
+def test_the_laws_of_draft_tokens_survive_to_the_bit() -> None:
+    block = _probs_block([[3, 1], [2**31 - 1]], [[0.1, 0.9], [1.0]])
+
+    [found], _ = wire.draft_blocks_from_pb(wire.draft_blocks_to_pb([block], 0))
+
+    assert found.rule is AcceptanceRule.PROBS
+    for law, expected in zip(found.draft_probs, block.draft_probs, strict=True):
+        np.testing.assert_array_equal(law.token_ids, expected.token_ids)
+        np.testing.assert_array_equal(law.probs, expected.probs)
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"support_counts": [2]}, "support_counts"),
+        ({"support_counts": [3, 0]}, "support_counts"),
+        ({"support_counts": [4, -1]}, "support_counts"),
+        ({"float32_le": b"1234"}, "float32_le"),
+        ({"token_ids": types_pb2.TokenIds(count=3)}, "token_ids.count"),
+    ],
+)
+def test_laws_that_do_not_match_their_counts_are_refused(
+    change: dict[str, object], field: str
+) -> None:
+    pb = wire.draft_blocks_to_pb([_probs_block([[3, 1], [2]], [[0.1, 0.9], [1.0]])], 0)
+    for name in change:
+        pb.blocks[0].draft_probs.ClearField(name)  # type: ignore[arg-type]
+    pb.blocks[0].draft_probs.MergeFrom(proposer_pb2.DraftProbs(**change))  # type: ignore[arg-type]
+
+    with pytest.raises(InvalidRequest, match=rf"blocks\[0\].draft_probs.{field}"):
+        wire.draft_blocks_from_pb(pb)
+
+
+def test_a_draft_sampling_out_of_range_is_refused() -> None:
+    pb = proposer_pb2.OpenSession(session_id=1, token_ids=wire.token_ids_to_pb([1]))
+    pb.sampling.temperature = -1
+
+    with pytest.raises(InvalidRequest, match=r"step.open\[0\].sampling.temperature"):
+        wire.propose_step_from_pb(proposer_pb2.ProposeStep(open=[pb]))
+
+
 @given(generate_requests)
 def test_generate_requests_survive(request: GenerateRequest) -> None:
     assert wire.generate_request_from_pb(wire.generate_request_to_pb(request)) == request
@@ -275,11 +346,12 @@ def test_what_only_a_newer_peer_knows_is_not_lost() -> None:
     response = verifier_pb2.GenerateResponse()
     response.ParseFromString(bytes([0x10, unknown]))  # finish_reason
     block = proposer_pb2.DraftBlock()
-    block.ParseFromString(bytes([0x28, unknown]))  # reason
+    block.ParseFromString(bytes([0x28, unknown, 0x20, unknown]))  # reason, rule
     drafted, _ = wire.draft_blocks_from_pb(proposer_pb2.DraftBlocks(blocks=[block]))
 
     assert wire.generate_output_from_pb(response).finish_reason is FinishReason.STOP
     assert drafted[0].reason is UndraftedReason.ERROR
+    assert drafted[0].rule is AcceptanceRule.ONE_HOT
 
 
 def test_a_block_with_neither_tokens_nor_reason_is_empty() -> None:

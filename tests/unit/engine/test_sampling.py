@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from specgw.engine.sampling import RowSampling, argmax, sample
+from specgw.engine.rng import NOISE_BLOCK, Stream, block_minima, token_noise
+from specgw.engine.sampling import RowSampling, argmax, build_keys, build_laws, sample
 
+CPU = torch.device("cpu")
 PLAIN = RowSampling(temperature=1.0, top_p=1.0, top_k=0, seed=0, position=0)
 GREEDY = replace(PLAIN, temperature=0.0)
 
@@ -22,6 +24,7 @@ def kept_by_definition(logits: list[float], row: RowSampling) -> dict[int, float
     """Returns the probability of every token that may be sampled, one token at a time."""
     highest = max(logits)
     weights = {i: float(np.exp((x - highest) / row.temperature)) for i, x in enumerate(logits)}
+    weights = {i: weight for i, weight in weights.items() if weight >= row.min_p}
     if row.top_k > 0:
         least = sorted(weights.values(), reverse=True)[: row.top_k][-1]
         weights = {i: weight for i, weight in weights.items() if weight >= least}
@@ -36,8 +39,9 @@ def kept_by_definition(logits: list[float], row: RowSampling) -> dict[int, float
 
 def draws(logits: torch.Tensor, row: RowSampling, count: int) -> Counter[int]:
     """Samples one row at many positions."""
-    rows = [replace(row, position=position) for position in range(count)]
-    return Counter(sample(logits.expand(count, -1), rows))
+    keys = build_keys(Stream.NOISE, [replace(row, position=i) for i in range(count)], CPU)
+    laws = build_laws(logits, [row])[torch.zeros(count, dtype=torch.int64)]
+    return Counter(laws.draw(keys).tolist())
 
 
 def test_greedy_rows_take_the_most_probable_token() -> None:
@@ -64,6 +68,9 @@ def test_between_equally_probable_tokens_greedy_takes_the_lowest_id(dtype: torch
         replace(PLAIN, top_k=1),
         replace(PLAIN, top_p=1e-6),
         replace(PLAIN, top_k=1000),
+        replace(PLAIN, min_p=0.02),
+        replace(PLAIN, temperature=1.5, min_p=0.01, top_k=12, top_p=0.9),
+        replace(PLAIN, temperature=1.5, min_p=0.01, top_p=0.8),
     ],
     ids=str,
 )
@@ -108,6 +115,27 @@ def test_frequencies_are_those_of_the_definition(row: RowSampling, count: int) -
 
     means = {i: count * probability for i, probability in expected.items()}
     assert sum((found[i] - mean) ** 2 / mean for i, mean in means.items()) < 60
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.5, 5.0])
+@pytest.mark.parametrize("vocab_size", [3, 256, 1000, 20_000])
+@pytest.mark.parametrize("row", [PLAIN, replace(PLAIN, temperature=0.6, top_p=0.9)], ids=str)
+def test_tokens_left_out_could_not_have_won(
+    row: RowSampling, vocab_size: int, spread: float
+) -> None:
+    """The definition, with the noise of every token computed."""
+    logits = random_logits(1, vocab_size, spread)
+    ids = torch.arange(vocab_size)
+    for position in range(20):
+        laws = build_laws(logits, [row])
+        keys = build_keys(Stream.NOISE, [replace(row, position=position)], CPU)
+        minima, places = block_minima(keys, len(laws.maxima[0]))
+        blocks = ids // NOISE_BLOCK
+        same = keys[torch.zeros_like(ids)]
+        noise = token_noise(same, ids, minima[0, blocks], places[0, blocks])
+        race = noise / laws.probs()[0].double()
+
+        assert int(laws.draw(keys)) == int(race.argmin())
 
 
 def test_a_token_does_not_depend_on_the_rest_of_the_batch() -> None:
