@@ -94,7 +94,7 @@ class OpenAIApi:
             echoed = ""
             if body.echo:
                 echoed = prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
-            for sample in self._builder.samples(generation):
+            for sample in generation.samples():
                 token_ids = generation.prompt_token_ids
                 answers.append(
                     Answer(
@@ -125,7 +125,7 @@ class OpenAIApi:
             prediction=await self._prediction(body),
             names=FieldNames(prompt="messages"),
         )
-        generations = self._builder.samples(generation)
+        generations = generation.samples()
         answers = [
             Answer(
                 index,
