@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from proposer_svc.batching import build_batch
+from proposer_svc.draft_grammar import DraftGrammars
 from proposer_svc.draft_rows import DraftRows
 from proposer_svc.draft_sampling import DraftSampler, DraftToken, row_sampling
 from proposer_svc.draft_vocabulary import DraftVocabulary, SharedVocabulary
@@ -37,6 +38,7 @@ class DraftModelDrafter:
         max_num_batched_tokens: int,
         vocabulary: DraftVocabulary | None = None,
         sampler: DraftSampler | None = None,
+        grammars: DraftGrammars | None = None,
     ) -> None:
         """Takes a loaded model.
 
@@ -47,6 +49,7 @@ class DraftModelDrafter:
         self.kv_capacity_tokens = runner.kv_cache.capacity_tokens
         self.num_passes = 0
         self._sampler = sampler or DraftSampler()
+        self._grammars = grammars
         self._runner = runner
         self._vocabulary = vocabulary or SharedVocabulary(runner.description)
         self._rows: dict[Session, DraftRows] = {}
@@ -77,6 +80,9 @@ class DraftModelDrafter:
             max_length=max_length,
         )
 
+        if self._grammars is not None:
+            self._grammars.open(session)
+
     def commit(self, session: Session, token_ids: Sequence[int]) -> None:
         self._rows[session].extend(token_ids)
 
@@ -88,6 +94,8 @@ class DraftModelDrafter:
 
     def close(self, session: Session) -> None:
         self._rows.pop(session).cache.release()
+        if self._grammars is not None:
+            self._grammars.close(session)
 
     def enter_thread(self) -> None:
         torch.get_num_threads()  # without this call, OpenMP ignores torch's setting in this thread
@@ -145,10 +153,22 @@ class DraftModelDrafter:
         # logits: those of each session's last row, [num_sessions, vocab_size]
         if not sessions:
             return []
+        logits = self._masked(sessions, logits)
         tokens = self._choose(logits, [(one, len(one.draft_token_ids)) for one in sessions])
         for one, token in zip(sessions, tokens, strict=True):
             one.extend_draft([token])
         return [one for one in sessions if one.is_drafting]
+
+    def _masked(
+        self,
+        sessions: Sequence[DraftRows],
+        logits: Tensor,  # [num_sessions, vocab_size]
+    ) -> Tensor:
+        """Leaves each session's row the tokens that its constraint lets follow."""
+        if self._grammars is not None:
+            for one, row in zip(sessions, logits, strict=True):
+                self._grammars.mask(row[: one.num_draftable_ids], one.session, one.draft_token_ids)
+        return logits
 
     def _choose(
         self,

@@ -3,6 +3,7 @@
 Apart from `proposer.py`, so that a proposer without a model needs no torch.
 """
 
+from proposer_svc.draft_grammar import DraftGrammars
 from proposer_svc.draft_model import DraftModelDrafter
 from proposer_svc.draft_sampling import DraftSampler
 from proposer_svc.draft_vocabulary_choice import build_vocabulary
@@ -10,6 +11,7 @@ from proposer_svc.drafter import Drafter
 from proposer_svc.parallel_draft import ParallelDrafter
 from specgw.config import EngineArgs
 from specgw.engine.loading import draft_options, load_model
+from specgw.grammar import compiler_for
 from specgw.model_checks import resolve_mask_token, trained_draft_tokens
 from specgw.model_files import read_config, resolve_model
 
@@ -24,12 +26,17 @@ def load_model_drafter(args: EngineArgs) -> Drafter:
     assert config is not None
     runner = load_model(draft_options(args))
     vocabulary = build_vocabulary(args, runner.description)
+    grammars = None
+    if vocabulary.summary is None:  # the draft model's ids are the target's
+        grammars = DraftGrammars(
+            compiler_for(str(config.model), runner.vocab_size, runner.eos_token_ids)
+        )
     batched_tokens = args.specgw.proposer.max_num_batched_tokens
     # What another vocabulary's text becomes is no sample of any law known here.
     method = config.draft_sample_method if vocabulary.summary is None else "greedy"
     sampler = DraftSampler(method, args.specgw.proposer.max_draft_support)
     if not config.parallel_drafting:
-        return DraftModelDrafter(runner, batched_tokens, vocabulary, sampler)
+        return DraftModelDrafter(runner, batched_tokens, vocabulary, sampler, grammars)
     checkpoint = read_config(resolve_model(config.model))
     return ParallelDrafter(
         runner,
@@ -39,4 +46,5 @@ def load_model_drafter(args: EngineArgs) -> Drafter:
         max_draft_tokens=args.max_draft_tokens,
         num_trained_tokens=trained_draft_tokens(checkpoint),
         sampler=sampler,
+        grammars=grammars,
     )

@@ -193,6 +193,8 @@ class ProposerCore:
             *(verifier_id, session_id, list(opened.token_ids), verifier.num_ids),
             cache_salt=opened.cache_salt,
             sampling=opened.sampling,
+            structured_outputs=opened.structured_outputs,
+            prompt_length=opened.prompt_length,
         )
         self._table.add(session)
         self._drafter.open(session)
