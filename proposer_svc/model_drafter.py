@@ -9,11 +9,23 @@ from proposer_svc.draft_sampling import DraftSampler
 from proposer_svc.draft_vocabulary_choice import build_vocabulary
 from proposer_svc.drafter import Drafter
 from proposer_svc.parallel_draft import ParallelDrafter
+from proposer_svc.run_ahead import RunAhead
+from specgw.addresses import is_local
 from specgw.config import EngineArgs
 from specgw.engine.loading import draft_options, load_model
+from specgw.engine.model_runner import ModelRunner
 from specgw.grammar import compiler_for
 from specgw.model_checks import resolve_mask_token, trained_draft_tokens
 from specgw.model_files import read_config, resolve_model
+from specgw.service_settings import ProposerSettings
+
+
+def _run_ahead(settings: ProposerSettings, runner: ModelRunner) -> RunAhead:
+    if settings.run_ahead == "auto":
+        # A draft on the CPU of the target's machine would take cores from the target.
+        has_own_device = runner.device.type != "cpu" or not is_local(settings.listen)
+        return RunAhead(is_enabled=has_own_device)
+    return RunAhead(is_enabled=settings.run_ahead == "on")
 
 
 def load_model_drafter(args: EngineArgs) -> Drafter:
@@ -36,7 +48,10 @@ def load_model_drafter(args: EngineArgs) -> Drafter:
     method = config.draft_sample_method if vocabulary.summary is None else "greedy"
     sampler = DraftSampler(method, args.specgw.proposer.max_draft_support)
     if not config.parallel_drafting:
-        return DraftModelDrafter(runner, batched_tokens, vocabulary, sampler, grammars)
+        ahead = _run_ahead(args.specgw.proposer, runner)
+        return DraftModelDrafter(
+            runner, batched_tokens, vocabulary, sampler, grammars, run_ahead=ahead
+        )
     checkpoint = read_config(resolve_model(config.model))
     return ParallelDrafter(
         runner,

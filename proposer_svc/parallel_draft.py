@@ -67,8 +67,13 @@ class ParallelDrafter(DraftModelDrafter):
     def room(self, session: Session) -> int:
         return min(super().room(session), self._max_block)
 
+    def can_run_ahead(self) -> bool:
+        return False  # the rows of a block are gone when it is done
+
     @torch.inference_mode()
-    def _draft(self, batch: Sequence[tuple[DraftRows, int]]) -> list[DraftRows]:
+    def _draft(
+        self, batch: Sequence[tuple[DraftRows, int]], begun: Sequence[DraftRows]
+    ) -> list[DraftRows]:
         ready = [one for one, rows in batch if completes(one, rows)]
         logits = self._forward([self._masked_chunk(one, rows) for one, rows in batch])
         for one, _ in batch:
