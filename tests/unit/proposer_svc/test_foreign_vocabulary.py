@@ -3,10 +3,12 @@
 import pytest
 
 from proposer_svc.draft_vocabulary import DraftContext
+from proposer_svc.draft_vocabulary_choice import choose_method
 from proposer_svc.foreign_vocabulary import FOREIGN_VOCABULARIES
 from proposer_svc.session_table import Session
+from specgw.speculative_config import SpeculativeConfig
 from specgw.types import ModelDescription
-from specgw.vocab_mapping import VocabMapping, map_vocabs
+from specgw.vocab_mapping import Coverage, VocabMapping, map_vocabs
 from tests.spellings import EXACT, spelling
 
 TARGET, DRAFT = "byte-level", "SentencePiece"
@@ -84,3 +86,29 @@ def test_each_token_of_the_intersection_is_one_of_the_targets() -> None:
     block = open_context(mapped, "token").to_target(drafted, 3)
 
     assert mapped.target.spell(block) == b" the\n\xf0"
+
+
+@pytest.mark.parametrize(
+    ("configured", "draft_sample_method", "weighted", "chosen"),
+    [
+        ("auto", "greedy", 1.0, "string"),
+        ("auto", "coupled", 0.995, "token"),
+        ("auto", "coupled", 0.9, "string"),
+        ("token", "greedy", 0.5, "token"),
+        ("string", "coupled", 1.0, "string"),
+    ],
+)
+def test_auto_samples_where_hardly_a_token_is_missing(
+    configured: str, draft_sample_method: str, weighted: float, chosen: str
+) -> None:
+    config = SpeculativeConfig.model_validate(
+        {
+            "model": "tiny/foreign",
+            "num_speculative_tokens": 4,
+            "use_heterogeneous_vocab": True,
+            "heterogeneous_vocab_method": configured,
+            "draft_sample_method": draft_sample_method,
+        }
+    )
+
+    assert choose_method(config, Coverage(1, 1.0, 1.0, weighted)) == chosen
