@@ -16,7 +16,7 @@ from typing import Any
 import click
 from tokenizers import Tokenizer
 
-from benchmarks.real_pair import read_prompts
+from benchmarks.compare import read_prompts
 from proposer_svc.proposer import RoundCounts
 from specgw.llm import LLM, RequestOutput
 from specgw.model_files import resolve_model

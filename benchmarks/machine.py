@@ -25,6 +25,11 @@ def resident_bytes(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE_BYTES
 
 
+def tree_peak_bytes(root_pid: int) -> int:
+    """Returns the most memory that a process and its living descendants have held, each at most."""
+    return sum(_peak_bytes(pid) for pid in _tree(root_pid))
+
+
 def free_port() -> int:
     """Returns a TCP port that nobody listens on now."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -35,11 +40,24 @@ def free_port() -> int:
 def tree_seconds(root_pid: int) -> float:
     """Returns the processor seconds that a process and its living descendants have used."""
     usage = _usage_by_pid()
+    return sum(usage[pid][1] for pid in _tree(root_pid) if pid in usage)
+
+
+def _tree(root_pid: int) -> set[int]:
+    usage = _usage_by_pid()
     tree, frontier = {root_pid}, {root_pid}
     while frontier:
         frontier = {pid for pid, (parent, _) in usage.items() if parent in frontier} - tree
         tree |= frontier
-    return sum(usage[pid][1] for pid in tree if pid in usage)
+    return tree
+
+
+def _peak_bytes(pid: int) -> int:
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0  # it ended while we looked
+    return 1024 * next((int(line.split()[1]) for line in lines if line.startswith("VmHWM:")), 0)
 
 
 def _usage_by_pid() -> dict[int, tuple[int, float]]:

@@ -1,7 +1,7 @@
 """The values a benchmark run produces and what is derived from them. No process, no clock."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from statistics import median
 
 
@@ -59,10 +59,14 @@ class SpeculationCounts:
 
 @dataclass(frozen=True, order=True)
 class SystemId:
-    """Which product, and with how many draft tokens a round; 0 is plain decoding."""
+    """Which product, and with how many draft tokens a round; 0 is plain decoding.
+
+    `variant` tells apart ways to run a product; its baseline is the product's plain decoding.
+    """
 
     product: str
     draft_tokens: int
+    variant: str = ""
 
     @property
     def plain(self) -> "SystemId":
@@ -70,11 +74,27 @@ class SystemId:
         return SystemId(self.product, 0)
 
     def __str__(self) -> str:
-        return (
-            f"{self.product} K={self.draft_tokens}"
-            if self.draft_tokens
-            else f"{self.product} plain"
-        )
+        how = f"K={self.draft_tokens}" if self.draft_tokens else "plain"
+        return " ".join(filter(None, (self.product, self.variant, how)))
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Totals over the steps of one batch, in seconds. Drafting overlaps with waiting for it.
+
+    A step is waiting, forward, sampling and the rest, which is the caller's time less these.
+    """
+
+    step_count: float
+    wait: float  # the verifier, for blocks
+    draft: float  # the proposer's work
+    wire: float  # from asking for a block to its arrival, without that work
+    forward: float  # the target's passes
+    sample: float  # from logits to tokens
+
+    def __sub__(self, other: "StepTimes") -> "StepTimes":
+        pairs = zip(astuple(self), astuple(other), strict=True)
+        return StepTimes(*(mine - others for mine, others in pairs))
 
 
 @dataclass(frozen=True)
@@ -84,6 +104,7 @@ class Batch:
     seconds: float
     completions: tuple[Completion, ...]
     speculation: SpeculationCounts
+    times: StepTimes | None = None
 
 
 @dataclass(frozen=True)
@@ -100,6 +121,7 @@ class Run:
     batch: Batch
     own_cores: float
     other_cores: float
+    peak_bytes: int
 
     @property
     def tokens_per_second(self) -> float:
@@ -144,6 +166,7 @@ class Summary:
     speculation: SpeculationCounts
     own_cores: float
     other_cores: float
+    peak_bytes: int
 
 
 def summarize(runs: Sequence[Run]) -> Summary:
@@ -158,6 +181,7 @@ def summarize(runs: Sequence[Run]) -> Summary:
         speculation=sum((run.batch.speculation for run in runs), SpeculationCounts()),
         own_cores=median(run.own_cores for run in runs),
         other_cores=median(run.other_cores for run in runs),
+        peak_bytes=max(run.peak_bytes for run in runs),
     )
 
 

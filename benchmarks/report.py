@@ -5,6 +5,7 @@ import platform
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from benchmarks.logit_gap import TopTwo, top_two
@@ -19,9 +20,11 @@ from benchmarks.measurement import (
 )
 
 _COLUMNS = (
-    "system", "batch", "tok/s", "range", "x plain", "x best vllm", "accepted", "per round",
-    "undrafted", "own cores", "other cores",
+    "system", "batch", "tok/s", "range", "x own plain", "x specgw plain", "x best vllm", "accepted",
+    "per round", "undrafted", "own cores", "other cores", "peak GiB",
 )  # fmt: skip
+_TIMES = ("step", "wait", "draft", "wire", "forward", "sample", "other")
+_BASELINE = SystemId("specgw", 0)
 
 
 @dataclass(frozen=True)
@@ -78,8 +81,35 @@ def _compare(runs: Sequence[Run], plain: Sequence[Run]) -> Comparison:
 
 def render_table(runs: Sequence[Run]) -> str:
     """Renders one row per system and batch size: medians, spread, ratios, acceptance, cores."""
-    rows = [_COLUMNS, *(_row(runs, summary) for summary in _summaries(runs))]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
+    return _table([_COLUMNS, *(_row(runs, summary) for summary in _summaries(runs))])
+
+
+def render_times(runs: Sequence[Run]) -> str:
+    """Renders where a step's time goes, for the systems that tell: medians over the repetitions.
+
+    `draft` and `wire` pass beside the verifier's work or while it waits.
+    """
+    rows: list[tuple[str, ...]] = [("ms per step", "batch", *_TIMES)]
+    for summary in _summaries(runs):
+        steps = [_step_ms(run) for run in _select(runs, summary) if run.batch.times is not None]
+        if steps:
+            medians = [f"{median(step[name] for step in steps):.2f}" for name in _TIMES]
+            rows.append((str(summary.system), str(summary.batch_size), *medians))
+    return _table(rows)
+
+
+def _step_ms(run: Run) -> dict[str, float]:
+    """Returns the parts of a mean step; waiting, forward, sample and other are all of it."""
+    times = run.batch.times
+    assert times is not None
+    parts = {name: getattr(times, name) for name in ("wait", "draft", "wire", "forward", "sample")}
+    own = parts["wait"] + parts["forward"] + parts["sample"]
+    parts |= {"other": run.batch.seconds - own, "step": run.batch.seconds}
+    return {name: 1e3 * seconds / max(1.0, times.step_count) for name, seconds in parts.items()}
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join(
         "  ".join(
             cell.ljust(width) if column == 0 else cell.rjust(width)
@@ -98,12 +128,14 @@ def _row(runs: Sequence[Run], summary: Summary) -> tuple[str, ...]:
         f"{summary.tokens_per_second:.1f}",
         f"{summary.slowest:.1f}-{summary.fastest:.1f}",
         f"{paired_ratio(own, _plain_runs(runs, summary)):.2f}",
+        f"{paired_ratio(own, _with(runs, _BASELINE, summary.batch_size)):.2f}",
         f"{paired_ratio(own, best):.2f}" if best else "",
         _optional("{:.0%}", summary.speculation.acceptance_rate),
         _optional("{:.2f}", summary.speculation.accepted_per_round),
         _optional("{:.0%}", summary.speculation.undrafted_rate),
         f"{summary.own_cores:.2f}",
         f"{summary.other_cores:.2f}",
+        f"{summary.peak_bytes / 2**30:.2f}",
     )
 
 

@@ -75,7 +75,7 @@ def rounds(
     draft_ms = draft_tokens * draft_step_ms + rtt_ms
     per_round = sum(acceptance**i for i in range(draft_tokens + 1))
     print(f"SIMULATION: {simulation}, K={draft_tokens}: {per_round:.2f} tokens a round at best")
-    names = ("step", "forward", "answer", "draft")
+    names = ("step", "wait", "forward", "sample", "answer", "draft")
     print(f"{'sessions':>8}{'tokens/s':>10}{'of ideal':>10}{'in turn':>9}{'tokens/round':>14}")
     for row in figures:
         ideal = row["sessions"] * per_round / max(verify_ms, draft_ms) * 1e3
@@ -155,7 +155,9 @@ def _round_figures(gone: Mapping[str, float], seconds: float, sessions: int) -> 
         "tokens_per_round": 1 + gone["accepted_tokens_total"] / max(1.0, gone["drafts_total"]),
         "step_ms": 1e3 * seconds / gone["steps_total"],
         "rows": gone["step_rows_sum"] / gone["steps_total"],
+        "wait_ms": mean_ms("draft_wait"),
         "forward_ms": mean_ms("forward"),
+        "sample_ms": mean_ms("sample"),
         "answer_ms": mean_ms("draft_answer"),
         "draft_ms": mean_ms("draft_work"),
     }

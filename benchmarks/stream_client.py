@@ -49,8 +49,7 @@ class EventStreamClient(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         now = time.perf_counter()
-        if not self.head:
-            self.head = data[:12]
+        self.head = (self.head + data)[:12]
         text = self._tail + data  # a mark may lie across two reads
         count = text.count(_EVENT)
         self._is_done = self._is_done or _LAST in text

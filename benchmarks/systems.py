@@ -1,7 +1,7 @@
 """The systems under comparison, each behind the same small interface.
 
 A system runs in processes of its own and computes only inside `generate`. specgw is driven over
-HTTP as a client would; vLLM through `vllm_peer.py`, in its own environment and without HTTP.
+HTTP as a client would; engines in process through `engine_peer.py`, vLLM in its own environment.
 """
 
 import json
@@ -18,9 +18,9 @@ from typing import Any, Protocol
 import httpx
 import yaml
 
-from benchmarks.measurement import Batch, Completion, SpeculationCounts, SystemId
+from benchmarks.measurement import Batch, Completion, SpeculationCounts, StepTimes, SystemId
 
-_PEER = Path(__file__).with_name("vllm_peer.py")
+_PEER = Path(__file__).with_name("engine_peer.py")
 _LOG_TAIL_CHARS = 4000
 _COUNTERS = (  # in the order of the fields of SpeculationCounts
     "vllm:spec_decode_num_drafts_total",
@@ -44,6 +44,10 @@ class System(Protocol):
     @property
     def pid(self) -> int:
         """The root of the system's process tree."""
+
+    @property
+    def max_batch(self) -> int | None:
+        """Most prompts at once; None for any number."""
 
     def generate(self, prompts: Sequence[str], max_tokens: int) -> Batch:
         """Completes all prompts together, each to exactly `max_tokens` tokens."""
@@ -100,6 +104,7 @@ class SpecgwServer:
     process: Process
     client: httpx.Client
     model: str
+    metrics_url: str  # of the verifier
 
     def complete(self, prompt: str, max_tokens: int, draft_tokens: int) -> Completion:
         """Completes one prompt with at most `draft_tokens` draft tokens a round."""
@@ -122,6 +127,10 @@ class SpecgwServer:
         """Reads the counters that vLLM's dashboards read."""
         return parse_speculation(self.client.get("/metrics").text)
 
+    def times(self) -> StepTimes:
+        """Reads where the verifier's time went."""
+        return parse_times(self.client.get(self.metrics_url).text)
+
 
 def parse_speculation(exposition: str) -> SpeculationCounts:
     """Sums the speculation counters of a Prometheus exposition over all their labels.
@@ -136,12 +145,31 @@ def parse_speculation(exposition: str) -> SpeculationCounts:
     return SpeculationCounts(*totals.values())
 
 
+def parse_times(exposition: str) -> StepTimes:
+    """Reads the totals of the verifier's histograms from its Prometheus exposition."""
+    lines = (line for line in exposition.splitlines() if line.startswith("specgw_verifier_"))
+    samples = dict(line.removeprefix("specgw_verifier_").rsplit(" ", 1) for line in lines)
+
+    def total(name: str) -> float:
+        return float(samples[f"{name}_seconds_sum"])
+
+    return StepTimes(
+        step_count=float(samples["steps_total"]),
+        wait=total("draft_wait"),
+        draft=total("draft_work"),
+        wire=total("draft_answer") - total("draft_work"),
+        forward=total("forward"),
+        sample=total("sample"),
+    )
+
+
 @dataclass(frozen=True)
 class SpecgwSystem:
     """A server, asked for a fixed number of draft tokens; 0 switches speculation off."""
 
     id: SystemId
     server: SpecgwServer
+    max_batch: int | None = None
 
     @property
     def pid(self) -> int:
@@ -150,7 +178,7 @@ class SpecgwSystem:
 
     def generate(self, prompts: Sequence[str], max_tokens: int) -> Batch:
         """Sends all prompts at once, one request each, and waits for the last answer."""
-        before = self.server.speculation()
+        before, times = self.server.speculation(), self.server.times()
 
         def complete(prompt: str) -> Completion:
             return self.server.complete(prompt, max_tokens, self.id.draft_tokens)
@@ -159,12 +187,16 @@ class SpecgwSystem:
             began = time.perf_counter()
             completions = tuple(clients.map(complete, prompts))
             seconds = time.perf_counter() - began
-        return Batch(seconds, completions, self.server.speculation() - before)
+        speculation, times = self.server.speculation() - before, self.server.times() - times
+        return Batch(seconds, completions, speculation, times)
 
 
 @contextmanager
 def run_specgw(config: Mapping[str, Any], work: Path, start_s: float) -> Iterator[SpecgwServer]:
-    """Serves `config`, which must name `model`, `host` and `port`, until the block ends."""
+    """Serves `config`, which must name `model`, `host` and `port`, until the block ends.
+
+    The verifier's metrics are at `specgw.verifier.metrics_listen`, if the configuration has it.
+    """
     file = work / "specgw.yaml"
     file.write_text(yaml.safe_dump(dict(config)))
     command = [sys.executable, "-m", "specgw.cli", "serve", "--config", str(file)]
@@ -174,7 +206,8 @@ def run_specgw(config: Mapping[str, Any], work: Path, start_s: float) -> Iterato
         httpx.Client(base_url=url, timeout=600) as client,
     ):
         wait_until_healthy(client, process, start_s)
-        yield SpecgwServer(process, client, config["model"])
+        listen = config.get("specgw", {}).get("verifier", {}).get("metrics_listen", "")
+        yield SpecgwServer(process, client, config["model"], f"http://{listen}/metrics")
 
 
 def wait_until_healthy(client: httpx.Client, process: Process, start_s: float) -> None:
@@ -197,11 +230,12 @@ def wait_until_healthy(client: httpx.Client, process: Process, start_s: float) -
 
 
 @dataclass(frozen=True)
-class VllmSystem:
-    """One vLLM engine, in process, in a child of its own."""
+class PeerSystem:
+    """One engine, in process, in a child of its own."""
 
     id: SystemId
     process: Process
+    max_batch: int | None = None
 
     @property
     def pid(self) -> int:
@@ -239,22 +273,28 @@ class VllmSystem:
         return answer
 
 
-@dataclass(frozen=True)
-class VllmInstallation:
-    """An interpreter that has vLLM, and the environment variables it runs under."""
-
-    python: Path
-    environment: Mapping[str, str]
-
-
 @contextmanager
-def run_vllm(
-    system: SystemId, installation: VllmInstallation, llm: Mapping[str, Any], work: Path
-) -> Iterator[VllmSystem]:
-    """Loads an engine with `vllm.LLM(**llm)` and keeps it until the block ends."""
-    command = [str(installation.python), str(_PEER)]
-    log = work / f"vllm-{system.draft_tokens}.log"
-    with run_process(command, log, installation.environment, pipe=True, grace_s=30) as process:
-        peer = VllmSystem(system, process)
-        peer.ask("load", llm=dict(llm))
+def run_peer(
+    system: SystemId,
+    python: Path,
+    environment: Mapping[str, str],
+    arguments: Mapping[str, Any],
+    work: Path,
+    max_batch: int | None = None,
+) -> Iterator[PeerSystem]:
+    """Loads an engine with its arguments (see `engine_peer.py`) and keeps it until the end.
+
+    Args:
+        system: Which engine; its product names the peer.
+        python: The interpreter that has it.
+        environment: Variables to run it under.
+        arguments: What it is loaded with.
+        work: Where its log goes.
+        max_batch: Most prompts that it takes at once.
+    """
+    command = [str(python), str(_PEER), system.product]
+    log = work / f"{str(system).replace(' ', '-')}.log"
+    with run_process(command, log, environment, pipe=True, grace_s=30) as process:
+        peer = PeerSystem(system, process, max_batch)
+        peer.ask("load", arguments=dict(arguments))
         yield peer

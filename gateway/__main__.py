@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -45,23 +45,26 @@ class Gateway:
     metrics: Metrics
 
 
-async def run(args: EngineArgs, verifiers: Sequence[str]) -> None:
+async def run(args: EngineArgs, verifiers: Sequence[str], patience_s: float = 0.0) -> None:
     """Serves until SIGTERM or SIGINT, then lets running requests finish within the grace.
 
     Raises:
         ConfigError: if the tokenizer cannot be loaded or an address not be listened on.
     """
     tokenizer = await asyncio.to_thread(load_tokenizer, args.tokenizer_path)
-    async with serving(args, verifiers, tokenizer):
+    async with serving(args, verifiers, tokenizer, patience_s):
         reason = await drain_requested()
         logger.info("draining", extra={"reason": reason})
 
 
 @asynccontextmanager
 async def serving(
-    args: EngineArgs, verifiers: Sequence[str], tokenizer: Tokenizer
+    args: EngineArgs, verifiers: Sequence[str], tokenizer: Tokenizer, patience_s: float = 0.0
 ) -> AsyncIterator[Gateway]:
-    """Serves inside the block; leaving it drains."""
+    """Serves inside the block, from a verifier's first sign on; leaving it drains.
+
+    After `patience_s` without a verifier it goes on: requests are refused until there is one.
+    """
     settings = args.specgw.gateway
     metrics = Metrics(args.served_model_names[0])
     if args.specgw.simulation is not None:
@@ -107,6 +110,8 @@ async def serving(
         await grpc_server.start()
     reporting = asyncio.create_task(_report_health(router, grpc_server))
     addresses = grpc_server.addresses if grpc_server else ()
+    with suppress(TimeoutError):
+        await asyncio.wait_for(router.ready(), patience_s)
     logger.info("serving HTTP", extra={"url": http_server.url})
     if not args.api_key and not http_server.is_loopback:
         logger.warning("anyone who reaches this host can use the API", extra={"host": args.host})

@@ -186,7 +186,7 @@ async def _serve(args: EngineArgs) -> None:
         await run(args, args.specgw.gateway.verifiers)
         return
     async with embedded_services(args) as (verifier_process, *_):
-        await run(args, [verifier_process.spec.address])
+        await run(args, [verifier_process.spec.address], patience_s=10)
 
 
 if __name__ == "__main__":

@@ -154,6 +154,9 @@ class EngineArgs(Ruled):
     ] = "auto"
     """Element type of both models' weights. `auto` means the checkpoint's; `half` and `float`
     are other names for `float16` and `float32`."""
+    quantization: Literal["int8"] | None = None
+    """`int8` rounds the weights of the target's linear layers, and their inputs token by token:
+    half the memory and time on a CPU, for some accuracy (docs/benchmarks.md)."""
     device: str = "auto"
     """`cpu`, `cuda` or `cuda:N`. `auto` means a GPU if there is one."""
     max_model_len: PositiveInt | None = None

@@ -38,7 +38,7 @@ SUPPORTED = (
     Supported(
         f"{_IN}.draft_tensor_parallel_size", (None, 1), "{value} GPUs for a draft model", "1"
     ),
-    Supported(f"{_IN}.quantization", (None,), "quantized draft models", "plain weights"),
+    Supported(f"{_IN}.quantization", (None, "int8"), "{value} weights", "plain weights and int8"),
     Supported(f"{_IN}.revision", (None,), "another revision than the default", "the default"),
     Supported(f"{_IN}.draft_load_config", (None,), "other ways to load", "safetensors"),
     Supported(f"{_IN}.kv_cache_dtype", (None, "auto"), "a KV cache of {value}", "auto"),

@@ -17,7 +17,11 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from tools.tiny import distill, evaluation, foreign, rollouts
+from tools.acceptance import autoregressive, parallel, print_acceptance, reference
+from tools.pard import rollouts
+from tools.pard.adaptation import Lessons, adapt, load_draft, save
+from tools.pard.layout import Places
+from tools.tiny import distill, evaluation, foreign
 from tools.tiny.corpus import Windows, encode_files, load_corpus
 from tools.tiny.model import Shape, TinyLlama, Vocabulary, deepen, export
 from tools.tiny.tokenizers import (
@@ -30,7 +34,7 @@ from tools.tiny.tokenizers import (
     load_or_train,
     tokenizer_config,
 )
-from tools.tiny.training import Batch, Schedule, load_weights, micro_batches, train
+from tools.training import Batch, Schedule, load_weights, micro_batches, train
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -50,7 +54,7 @@ STEPS = {
     "foreign_corpus": 350,
     "foreign": 300,
 }
-NUM_ROLLOUTS = 1024
+NUM_ROLLOUTS, PROMPT_LENGTH, CONTINUATION_LENGTH = 1024, 128, 256
 
 # Training windows: until this part of the steps, their length, how many a step.
 SHORT_TO_LONG = ((0.6, 256, 16), (0.9, 512, 8), (1.0, 1024, 4))
@@ -105,14 +109,14 @@ class Recipe:
 
     @cached_property
     def rollouts(self) -> rollouts.Rollouts:
-        target = load_weights(TinyLlama(TARGET, self.seed), self.checkpoint("target"))
-        windows = Windows(self.stream, rollouts.PROMPT_LENGTH, NUM_ROLLOUTS, self.seed + 1)
+        target = evaluation.load(self.out / "target")
+        windows = Windows(self.stream, PROMPT_LENGTH, NUM_ROLLOUTS, self.seed + 1)
         prompts = windows.batch(0)[: self.scaled(NUM_ROLLOUTS)]
-        return rollouts.load_or_generate(self.checkpoint("rollouts"), target, prompts)
+        path = self.checkpoint("rollouts")
+        return rollouts.load_or_generate(path, target, prompts, CONTINUATION_LENGTH)
 
-    def vocabulary(self, *, pard_token: int | None = None) -> Vocabulary:
-        config = tokenizer_config(foreign=False)
-        return Vocabulary(self._tokenizer_file, config, END_ID, pard_token=pard_token)
+    def vocabulary(self) -> Vocabulary:
+        return Vocabulary(self._tokenizer_file, tokenizer_config(foreign=False), END_ID)
 
     def foreign_vocabulary(self) -> Vocabulary:
         config = tokenizer_config(foreign=True)
@@ -147,8 +151,8 @@ def train_draft(recipe: Recipe) -> None:
     train_on_stream(model, recipe, recipe.stream, "draft_corpus", decay=0.4)
 
     def batches(step: int) -> list[Batch]:
-        rows = rollout_rows(recipe, step, batch_size=16)
         data = recipe.rollouts
+        rows = data.rows(step, 16, recipe.seed)
         return micro_batches(
             data.token_ids[rows], data.top_ids[rows], data.top_logprobs[rows], size=4
         )
@@ -159,29 +163,14 @@ def train_draft(recipe: Recipe) -> None:
 
 
 def train_pard(recipe: Recipe) -> None:
+    """Adapts the draft, deepened, as `tools/pard_adapt.py` adapts any model."""
     draft = load_weights(TinyLlama(DRAFT, recipe.seed), recipe.checkpoint("draft"))
-    model = deepen(draft, PARD)
-    schedule = recipe.schedule("pard", decay=0.7)
-    batch_size = 16
-
-    def batches(step: int) -> list[Batch]:
-        rows = rollout_rows(recipe, step, batch_size)
-        generator = torch.Generator().manual_seed(recipe.seed + step)
-        slack = recipe.rollouts.token_ids.shape[1] - distill.PARD_WINDOW
-        start = int(torch.randint(slack + 1, (1,), generator=generator))
-        window = slice(start, start + distill.PARD_WINDOW)
-        data = recipe.rollouts
-        seeds = torch.arange(batch_size) + batch_size * step
-        return micro_batches(
-            data.token_ids[rows, window],
-            data.top_ids[rows, window],
-            data.top_logprobs[rows, window],
-            seeds,
-            size=4,
-        )
-
-    train(model, schedule, batches, distill.pard_loss, recipe.checkpoint("pard"))
-    export(model, recipe.vocabulary(pard_token=MASK_ID), recipe.out / "pard")
+    source = recipe.work / "deep_draft"
+    export(deepen(draft, PARD), recipe.vocabulary(), source)
+    model, places = load_draft(source), Places(MASK_ID)
+    lessons = Lessons(recipe.schedule("pard", decay=0.7), seed=recipe.seed)
+    adapt(model, recipe.rollouts, places, lessons, recipe.checkpoint("pard"))
+    save(model, places, source, recipe.out / "pard")
 
 
 def train_foreign(recipe: Recipe) -> None:
@@ -195,32 +184,21 @@ def train_foreign(recipe: Recipe) -> None:
     export(model, recipe.foreign_vocabulary(), recipe.out / "foreign")
 
 
-def rollout_rows(recipe: Recipe, step: int, batch_size: int) -> Tensor:  # [batch_size]
-    """Returns which rollouts make up a step's batch: a new order each epoch."""
-    total = len(recipe.rollouts.token_ids)
-    batch_size = min(batch_size, total)
-    epoch, place = divmod(step, total // batch_size)
-    generator = torch.Generator().manual_seed(recipe.seed + epoch)
-    order = torch.randperm(total, generator=generator)
-    return order[place * batch_size : (place + 1) * batch_size]
-
-
 def evaluate(recipe: Recipe) -> None:
     torch.set_num_threads(1)
     names = ("target", "draft", "pard", "foreign")
     models = {name: evaluation.load(recipe.out / name) for name in names}
     tokenizer = Tokenizer.from_file(str(recipe.out / "target" / "tokenizer.json"))
     foreign_tokenizer = Tokenizer.from_file(str(recipe.out / "foreign" / "tokenizer.json"))
-    reference = evaluation.continue_greedily(
-        models["target"], evaluation.held_out_prompts(tokenizer, recipe.seed)
-    )
+    prompts = evaluation.held_out_prompts(tokenizer, recipe.seed)
+    answers = reference(models["target"], prompts, evaluation.CONTINUATION_LENGTH)
     drafts = {
-        "draft": evaluation.autoregressive(models["draft"], reference),
-        "pard": evaluation.parallel(models["pard"], reference, MASK_ID),
-        "foreign": evaluation.foreign(models["foreign"], reference, tokenizer, foreign_tokenizer),
+        "draft": autoregressive(models["draft"], answers),
+        "pard": parallel(models["pard"], answers, MASK_ID),
+        "foreign": evaluation.foreign(models["foreign"], answers, tokenizer, foreign_tokenizer),
     }
     print_costs(recipe, models)
-    print_acceptance(reference, drafts)
+    print_acceptance(answers, drafts, (4, 8))
 
 
 def print_costs(recipe: Recipe, models: dict[str, LlamaForCausalLM]) -> None:
@@ -232,19 +210,6 @@ def print_costs(recipe: Recipe, models: dict[str, LlamaForCausalLM]) -> None:
         tokenizer = Tokenizer.from_file(str(recipe.out / name / "tokenizer.json"))
         loss = evaluation.bits_per_byte(model, tokenizer)
         click.echo(f"| {name} | {model.num_parameters()} | {size} | {step:.2f} | {loss:.3f} |")
-
-
-def print_acceptance(reference: evaluation.Reference, drafts: dict[str, evaluation.Draft]) -> None:
-    click.echo("\n| draft | K | accepted per draft token | per round | rounds | by position |")
-    click.echo("|---|---|---|---|---|---|")
-    for name, draft in drafts.items():
-        for k in (4, 8):
-            played = evaluation.play(reference, draft, k)
-            positions = " ".join(f"{n / played.rounds:.2f}" for n in played.per_position)
-            click.echo(
-                f"| {name} | {k} | {played.rate:.3f} | {played.per_round:.2f} "
-                f"| {played.rounds} | {positions} |"
-            )
 
 
 RUN = {

@@ -19,7 +19,19 @@ class VerifierMetrics:
         self.registry = CollectorRegistry()
         self._forward_seconds = Histogram(
             "specgw_verifier_forward_seconds",
-            "Time of one forward pass with sampling.",
+            "Time of one forward pass.",
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
+        self._sample_seconds = Histogram(
+            "specgw_verifier_sample_seconds",
+            "Time from the logits of one forward pass to its tokens.",
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
+        self._wait_seconds = Histogram(
+            "specgw_verifier_draft_wait_seconds",
+            "Time before one forward pass that was waited for blocks.",
             buckets=_SECONDS,
             registry=self.registry,
         )
@@ -49,6 +61,8 @@ class VerifierMetrics:
     def observe_step(self, report: StepReport) -> None:
         """Takes one step's figures."""
         self._forward_seconds.observe(report.forward_s)
+        self._sample_seconds.observe(report.sample_s)
+        self._wait_seconds.observe(report.wait_s)
         self._rows.observe(report.num_rows)
 
     def observe_answer(self, answer_s: float, draft_s: float) -> None:

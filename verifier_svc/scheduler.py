@@ -61,7 +61,9 @@ class StepReport:
     """One step's figures, for metrics."""
 
     num_rows: int
-    forward_s: float
+    forward_s: float  # the target's forward pass
+    sample_s: float  # what was made of its logits
+    wait_s: float  # since the step before, for blocks
 
 
 class Scheduler:
@@ -93,6 +95,7 @@ class Scheduler:
         self._step_count = self._output_token_count = self._preemption_count = 0
         self._prefix_query_count = self._prefix_hit_count = 0
         self._num_failed_in_a_row = 0
+        self._wait_s = 0.0
         self._is_stopping = False
         self.snapshot = self._take_snapshot()
 
@@ -133,6 +136,8 @@ class Scheduler:
                 return
             self._flush()
             last = self.inbox.wait(None if start_at is None else start_at - now)
+            if start_at is not None:
+                self._wait_s += self._clock() - now
             if last is not None:
                 self._take(last)
 
@@ -335,14 +340,16 @@ class Scheduler:
         self._report(batch, self._clock() - began)
         return verified
 
-    def _report(self, batch: Sequence[tuple[Session, VerifyRows]], forward_s: float) -> None:
+    def _report(self, batch: Sequence[tuple[Session, VerifyRows]], step_s: float) -> None:
         self._step_count += 1
-        self._on_step(StepReport(sum(rows.num_rows for _, rows in batch), forward_s))
+        num_rows, forward_s = sum(rows.num_rows for _, rows in batch), self._verifier.forward_s
+        self._on_step(StepReport(num_rows, forward_s, step_s - forward_s, self._wait_s))
+        self._wait_s = 0.0
         missing = [len(rows.missing_token_ids) for _, rows in batch]
-        self._prefill_budget.observe(sum(count for count in missing if count > 1), forward_s)
+        self._prefill_budget.observe(sum(count for count in missing if count > 1), step_s)
         if all(count == 1 for count in missing):
-            self._drafting.step_s = moving_average(self._drafting.step_s, forward_s)
-            self._drafting.length.observe_step(sum(rows.num_rows for _, rows in batch), forward_s)
+            self._drafting.step_s = moving_average(self._drafting.step_s, step_s)
+            self._drafting.length.observe_step(num_rows, step_s)
 
     # 4. Commit the output tokens.
 

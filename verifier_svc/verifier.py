@@ -3,6 +3,7 @@
 Knows nothing of sessions' lives, proposers or clocks: caches and tokens in, output tokens out.
 """
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -88,6 +89,7 @@ class Verifier:
         """Takes a loaded model; without a rule, all drafts are tested by the one-hot rule."""
         self.runner = runner
         self._block_test = BlockTest(acceptance or Acceptance())
+        self.forward_s = 0.0  # of the last pass; on a GPU, until it is under way
         self._custom_processors = custom_processors
 
     def processors_for(
@@ -106,7 +108,9 @@ class Verifier:
 
     def verify(self, batch: Sequence[VerifyRows]) -> list[Verified]:
         """Runs one forward pass and leaves exactly the accepted tokens in every cache."""
+        began = time.perf_counter()
         logits, hidden = self._forward(batch)
+        self.forward_s = time.perf_counter() - began
         sizes = [n for rows in batch for n in (len(rows.scored_token_ids), rows.num_verified)]
         parts = torch.split(logits, sizes)
         scored, raw = parts[::2], parts[1::2]

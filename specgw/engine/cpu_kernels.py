@@ -8,6 +8,7 @@ import ctypes
 import logging
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
@@ -23,6 +24,8 @@ _MULTIPLE = 32  # of which a head's size must be a multiple
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _SIGNATURES: dict[str, tuple[type, ...]] = {
     "specgw_linear": (*[_POINTER] * 5, *[_INT] * 3),
+    "specgw_quantize": (*[_POINTER] * 3, *[_INT] * 2),
+    "specgw_int8_linear": (*[_POINTER] * 8, *[_INT] * 3),
     "specgw_rms_norm": (*[_POINTER] * 3, *[_INT] * 2, _FLOAT),
     "specgw_silu_mul": (*[_POINTER] * 2, *[_INT] * 2),
     "specgw_rotate": (*[_POINTER] * 3, *[_INT] * 4),
@@ -100,6 +103,77 @@ def linear(
         len(x),
         num_columns,
         x.shape[1],
+    )
+    return output
+
+
+@dataclass(frozen=True, slots=True)
+class Int8Weights:
+    """Weights rounded to int8, each output column with a scale of its own.
+
+    Attributes:
+        packed: [ceil(num_columns / 64), size / 4, 64, 4], int8.
+        scales: [ceil(num_columns / 64) * 64], float32; a column counts for packed * scale.
+        totals: The sums of each column's int8 weights, int32.
+        num_columns: Output columns.
+    """
+
+    packed: Tensor
+    scales: Tensor
+    totals: Tensor
+    num_columns: int
+
+
+def pack_int8(weight: Tensor) -> Int8Weights:
+    """Rounds weights [num_columns, size] to the nearest of 255 steps and lays them out.
+
+    The size must be a multiple of 4.
+    """
+    num_columns, size = weight.shape
+    num_blocks = -(-num_columns // _BLOCK)
+    padded = torch.nn.functional.pad(weight, (0, 0, 0, num_blocks * _BLOCK - num_columns)).float()
+    scales = padded.abs().amax(1) / 127
+    steps = scales.where(scales > 0, 1.0).unsqueeze(1)
+    rounded = padded.div_(steps).round_().to(torch.int8)
+    totals = rounded.sum(1, dtype=torch.int32)
+    quads = rounded.view(torch.int32).view(num_blocks, _BLOCK, size // 4)
+    packed = quads.transpose(1, 2).contiguous().view(torch.int8)
+    return Int8Weights(packed.view(num_blocks, size // 4, _BLOCK, 4), scales, totals, num_columns)
+
+
+def unpack_int8_rows(weights: Int8Weights, rows: Tensor) -> Tensor:
+    """Returns rows [num_rows, size] of the weights, rounded, in bfloat16."""
+    chosen = weights.packed[rows // _BLOCK, :, rows % _BLOCK].flatten(1)
+    return (chosen * weights.scales[rows].unsqueeze(1)).to(torch.bfloat16)
+
+
+def int8_linear(
+    x: Tensor,  # [num_rows, size]
+    weights: Int8Weights,
+    bias: Tensor | None,  # [num_columns]
+    residual: Tensor | None,  # [num_rows, num_columns]
+) -> Tensor:  # [num_rows, num_columns]
+    """Returns `x @ weight.T + bias + residual`, each row of x rounded to 255 steps of its own."""
+    x = x.contiguous()
+    residual = None if residual is None else residual.contiguous()
+    num_rows, size = x.shape
+    quantized = torch.empty(num_rows, size, dtype=torch.uint8)
+    scales = torch.empty(num_rows)
+    output = x.new_empty(num_rows, weights.num_columns)
+    pointers = x.data_ptr(), quantized.data_ptr(), scales.data_ptr()
+    _operators["specgw_quantize"](*pointers, num_rows, size)
+    _operators["specgw_int8_linear"](
+        quantized.data_ptr(),
+        scales.data_ptr(),
+        weights.packed.data_ptr(),
+        weights.scales.data_ptr(),
+        weights.totals.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        None if residual is None else residual.data_ptr(),
+        output.data_ptr(),
+        num_rows,
+        weights.num_columns,
+        size,
     )
     return output
 

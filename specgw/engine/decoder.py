@@ -16,7 +16,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from specgw.engine import cpu_kernels
 from specgw.engine.attention import Batch, BatchAttention
 from specgw.engine.checkpoint import Checkpoint
-from specgw.engine.linear import PackedLinear
+from specgw.engine.linear import Linear, build_linear
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
@@ -48,13 +48,23 @@ def is_ignored(name: str, config: PreTrainedConfig) -> bool:
 class Decoder:
     """A model of the family with its weights."""
 
-    def __init__(self, config: PreTrainedConfig, weights: Checkpoint, max_model_len: int) -> None:
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        weights: Checkpoint,
+        max_model_len: int,
+        *,
+        is_int8: bool = False,
+    ) -> None:
         table = (config.vocab_size, config.hidden_size)
         embedding = weights.take("model.embed_tokens.weight", *table)
-        self._layers = [_Layer(config, weights, i) for i in range(config.num_hidden_layers)]
+        self._layers = [
+            _Layer(config, weights, i, is_int8) for i in range(config.num_hidden_layers)
+        ]
         self._norm = _norm(config, weights, "model.norm")
         tied = config.tie_word_embeddings
-        self._lm_head = PackedLinear(embedding if tied else weights.take("lm_head.weight", *table))
+        head = embedding if tied else weights.take("lm_head.weight", *table)
+        self._lm_head = build_linear(head, is_int8=is_int8)
         is_shared = tied and self._lm_head.can_look_up
         self._embedding = None if is_shared else embedding
         self._rotations = _rotations(config, max_model_len).to(embedding)
@@ -79,7 +89,9 @@ class Decoder:
 class _Layer:
     """Attention, then the gated MLP, each added to the residual."""
 
-    def __init__(self, config: PreTrainedConfig, weights: Checkpoint, index: int) -> None:
+    def __init__(
+        self, config: PreTrainedConfig, weights: Checkpoint, index: int, is_int8: bool
+    ) -> None:
         name = f"model.layers.{index}"
         heads, kv_heads, size = config.num_attention_heads, num_kv_heads(config), head_dim(config)
         hidden, inner = config.hidden_size, config.intermediate_size
@@ -100,17 +112,18 @@ class _Layer:
                 f"{name}.self_attn.v_proj": (kv_heads * size, hidden),
             },
             has_bias=attention_bias or config.model_type == "qwen2",
+            is_int8=is_int8,
         )
         self._head_norm: _HeadNorm | None = None
         if config.model_type == "qwen3":
             self._head_norm = _HeadNorm(config, weights, f"{name}.self_attn")
         output = {f"{name}.self_attn.o_proj": (hidden, heads * size)}
-        self._output = _linear(weights, output, has_bias=attention_bias)
+        self._output = _linear(weights, output, attention_bias, is_int8)
         self._mlp_norm = _norm(config, weights, f"{name}.post_attention_layernorm")
         gate_up = {f"{name}.mlp.{part}_proj": (inner, hidden) for part in ("gate", "up")}
-        self._gate_up = _linear(weights, gate_up, has_bias=mlp_bias)
+        self._gate_up = _linear(weights, gate_up, mlp_bias, is_int8)
         down = {f"{name}.mlp.down_proj": (hidden, inner)}
-        self._down = _linear(weights, down, has_bias=mlp_bias)
+        self._down = _linear(weights, down, mlp_bias, is_int8)
 
     def __call__(self, hidden: Tensor, rotation: "_Rotation", attend: BatchAttention) -> Tensor:
         qkv = self._qkv(self._attention_norm(hidden))
@@ -202,14 +215,14 @@ def _norm(config: PreTrainedConfig, weights: Checkpoint, name: str) -> _RMSNorm:
 
 
 def _linear(
-    weights: Checkpoint, shapes: Mapping[str, tuple[int, int]], has_bias: bool
-) -> PackedLinear:
+    weights: Checkpoint, shapes: Mapping[str, tuple[int, int]], has_bias: bool, is_int8: bool
+) -> Linear:
     """Fuses projections of the same input into one."""
     weight = torch.cat([weights.take(f"{name}.weight", *shape) for name, shape in shapes.items()])
     if not has_bias:
-        return PackedLinear(weight)
+        return build_linear(weight, is_int8=is_int8)
     biases = [weights.take(f"{name}.bias", shape[0]) for name, shape in shapes.items()]
-    return PackedLinear(weight, torch.cat(biases))
+    return build_linear(weight, torch.cat(biases), is_int8=is_int8)
 
 
 def head_dim(config: PreTrainedConfig) -> int:

@@ -1,4 +1,4 @@
-"""Matrix products with fixed weights: one noun over three ways to compute them.
+"""Matrix products with fixed weights, in the fastest form that the device and the data type have.
 
 On a CPU that computes in bfloat16, weights are laid out once for the compiled operators, which read
 them at the speed of the memory; without those for oneDNN's, which take up to twice as long for a
@@ -6,7 +6,7 @@ few rows. oneDNN's operators are private to torch; without them, in another data
 device, plain `linear` does the same.
 """
 
-from typing import cast
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -15,51 +15,115 @@ from torch.nn import functional as F
 from specgw.engine import cpu_kernels
 
 
-class PackedLinear:
-    """Computes `x @ weight.T + bias (+ residual)`."""
+class Linear(Protocol):
+    """Computes `x @ weight.T + bias (+ residual)`.
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        self._num_columns = len(weight)
-        self._is_compiled = cpu_kernels.is_usable(weight) and weight.shape[1] % 2 == 0
-        self._is_onednn = not self._is_compiled and _can_use_onednn(weight)
-        self._weight = self._pack(weight.detach())
-        self._bias = None if bias is None else bias.detach()
+    Attributes:
+        is_packed: Whether the weights were copied into another layout.
+        can_look_up: Whether `rows` gives the weights back.
+    """
 
-    @property
-    def is_packed(self) -> bool:
-        """Whether the weights were copied into another layout."""
-        return self._is_compiled or self._is_onednn
+    is_packed: bool
+    can_look_up: bool
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        if self._is_compiled:
-            rows = x.flatten(0, -2) if x.dim() > 2 else x
-            output = cpu_kernels.linear(rows, self._weight, self._bias, residual, self._num_columns)
-            return output.view(*x.shape[:-1], self._num_columns) if x.dim() > 2 else output
-        if self._is_onednn:
-            op = torch.ops.mkldnn._linear_pointwise
-            if residual is None:
-                return cast(Tensor, op.default(x, self._weight, self._bias, "none", [], ""))
-            return cast(Tensor, op.binary(x, residual, self._weight, self._bias, "add"))
-        output = F.linear(x, self._weight, self._bias)
-        return output if residual is None else output.add_(residual)
-
-    @property
-    def can_look_up(self) -> bool:
-        """Whether `rows` gives the weights back."""
-        return not self._is_onednn
+        """Takes [..., size] and a residual of the result's shape; returns [..., num_columns]."""
 
     def rows(self, ids: Tensor) -> Tensor:
         """Returns rows of the weights, as an embedding does: [num_ids, size]."""
-        if self._is_compiled:
-            return cpu_kernels.unpack_rows(self._weight, ids)
+
+
+def build_linear(weight: Tensor, bias: Tensor | None = None, *, is_int8: bool = False) -> Linear:
+    """Returns the fastest form of weights [num_columns, size].
+
+    Args:
+        weight: The weights.
+        bias: [num_columns].
+        is_int8: Rounds weights and inputs to int8; see `can_be_int8`.
+    """
+    weight, bias = weight.detach(), None if bias is None else bias.detach()
+    if is_int8 and can_be_int8(weight):
+        return _Int8Linear(weight, bias)
+    if cpu_kernels.is_usable(weight) and weight.shape[1] % 2 == 0:
+        return _CompiledLinear(weight, bias)
+    if _can_use_onednn(weight):
+        return _OneDnnLinear(weight, bias)
+    return _PlainLinear(weight, bias)
+
+
+def can_be_int8(weight: Tensor) -> bool:
+    """Whether there is an operator for these weights rounded to int8."""
+    return cpu_kernels.is_usable(weight) and weight.shape[1] % 4 == 0
+
+
+class _PlainLinear:
+    is_packed = False
+    can_look_up = True
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._weight, self._bias = weight, bias
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        output = F.linear(x, self._weight, self._bias)
+        return output if residual is None else output.add_(residual)
+
+    def rows(self, ids: Tensor) -> Tensor:
         return self._weight.index_select(0, ids)
 
-    def _pack(self, weight: Tensor) -> Tensor:
-        if self._is_compiled:
-            return cpu_kernels.pack(weight)
-        if self._is_onednn:
-            return cast(Tensor, torch.ops.mkldnn._reorder_linear_weight(weight, 1))
-        return weight
+
+class _OneDnnLinear:
+    is_packed = True
+    can_look_up = False
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, 1)
+        self._bias = bias
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        op = torch.ops.mkldnn._linear_pointwise
+        if residual is None:
+            return cast(Tensor, op.default(x, self._weight, self._bias, "none", [], ""))
+        return cast(Tensor, op.binary(x, residual, self._weight, self._bias, "add"))
+
+    def rows(self, ids: Tensor) -> Tensor:
+        raise NotImplementedError("oneDNN's layout is its own")
+
+
+class _CompiledLinear:
+    is_packed = True
+    can_look_up = True
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._num_columns = len(weight)
+        self._weight = cpu_kernels.pack(weight)
+        self._bias = bias
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        rows = x.flatten(0, -2) if x.dim() > 2 else x
+        output = cpu_kernels.linear(rows, self._weight, self._bias, residual, self._num_columns)
+        return output.view(*x.shape[:-1], self._num_columns) if x.dim() > 2 else output
+
+    def rows(self, ids: Tensor) -> Tensor:
+        return cpu_kernels.unpack_rows(self._weight, ids)
+
+
+class _Int8Linear:
+    """Rounds each output column's weights, and each row of the input, to 255 steps of its own."""
+
+    is_packed = True
+    can_look_up = True
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._weights = cpu_kernels.pack_int8(weight)
+        self._bias = bias
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        rows = x.flatten(0, -2) if x.dim() > 2 else x
+        output = cpu_kernels.int8_linear(rows, self._weights, self._bias, residual)
+        return output.view(*x.shape[:-1], self._weights.num_columns) if x.dim() > 2 else output
+
+    def rows(self, ids: Tensor) -> Tensor:
+        return cpu_kernels.unpack_int8_rows(self._weights, ids)
 
 
 def _can_use_onednn(weight: Tensor) -> bool:

@@ -21,6 +21,7 @@ from specgw.engine import decoder
 from specgw.engine.attention import Batch
 from specgw.engine.checkpoint import Checkpoint
 from specgw.engine.kv_cache import BLOCK_SIZE, KVCache
+from specgw.engine.linear import can_be_int8
 from specgw.engine.model_runner import ModelRunner
 from specgw.engine.simulation import SimulatedDevice, SimulatedRunner
 from specgw.engine.transformers_model import TransformersModel
@@ -51,6 +52,7 @@ class ModelOptions:
         cpu_memory_fraction: Share of the host's memory for the KV cache.
         max_num_seqs: How many sequences will run at once.
         num_threads: Threads for one operator in this process; None for torch's choice.
+        quantization: `int8` to round weights and inputs of linear layers; None for none.
         enable_prefix_caching: Whether sequences that begin alike share rows of the KV cache.
         simulated: What to simulate in place of a device; then no weights are read.
         section: Where in `specgw` the options come from, for messages.
@@ -66,6 +68,7 @@ class ModelOptions:
     cpu_memory_fraction: float = 0.25
     max_num_seqs: int = 16
     num_threads: int | None = None
+    quantization: str | None = None
     enable_prefix_caching: bool = True
     simulated: SimulatedDevice | None = None
     section: str = "verifier"
@@ -84,6 +87,7 @@ def target_options(args: EngineArgs) -> ModelOptions:
         cpu_memory_fraction=settings.cpu_memory_fraction,
         max_num_seqs=args.max_num_seqs,
         num_threads=settings.num_threads,
+        quantization=args.quantization,
         enable_prefix_caching=args.enable_prefix_caching,
         simulated=_simulated_target(args.specgw.simulation),
     )
@@ -104,6 +108,7 @@ def draft_options(args: EngineArgs) -> ModelOptions:
         cpu_memory_fraction=settings.cpu_memory_fraction,
         max_num_seqs=settings.max_sessions,
         num_threads=settings.num_threads,
+        quantization=args.speculative_config.quantization,
         enable_prefix_caching=args.enable_prefix_caching,
         simulated=_simulated_draft(args.specgw.simulation),
         section="proposer",
@@ -140,7 +145,8 @@ def load_model(options: ModelOptions) -> ModelRunner:
     max_model_len = _max_model_len(options, config)
     _refuse_unsupported(options.model, config, max_model_len)
     weight_files(model_dir)  # raises before anything slow
-    model = _load_weights(model_dir, config, dtype, device, max_model_len)
+    is_int8 = _is_int8(options, dtype, device)
+    model = _load_weights(model_dir, config, dtype, device, max_model_len, is_int8)
     kv_cache = _build_kv_cache(options, config, dtype, device, max_model_len)
     description = ModelDescription(
         name=options.model,
@@ -148,7 +154,7 @@ def load_model(options: ModelOptions) -> ModelRunner:
         vocab_size=config.vocab_size,
         vocab_fingerprint=vocab_fingerprint(model_dir),
         max_model_len=min(max_model_len, kv_cache.capacity_tokens),
-        dtype=str(dtype).removeprefix("torch."),
+        dtype="int8" if is_int8 else str(dtype).removeprefix("torch."),
         device=str(device),
     )
     runner = ModelRunner(
@@ -214,6 +220,19 @@ def _dtype(name: str, config: PreTrainedConfig) -> torch.dtype:
     return dtype
 
 
+def _is_int8(options: ModelOptions, dtype: torch.dtype, device: torch.device) -> bool:
+    if options.quantization is None:
+        return False
+    if not can_be_int8(torch.empty(0, 4, dtype=dtype, device=device)):
+        problem = (
+            f"quantization: {options.quantization} needs dtype bfloat16 on a CPU with AVX-512 BF16 "
+            f"and VNNI, and specgw built with a C compiler; {options.model} is to run in "
+            f"{str(dtype).removeprefix('torch.')} on {device}"
+        )
+        raise ConfigError([problem])
+    return True
+
+
 def _max_model_len(options: ModelOptions, config: PreTrainedConfig) -> int:
     made_for: int | None = getattr(config, "max_position_embeddings", None)
     wanted = options.max_model_len or made_for
@@ -256,11 +275,12 @@ def _load_weights(
     dtype: torch.dtype,
     device: torch.device,
     max_model_len: int,
+    is_int8: bool,
 ) -> Callable[[Batch], Tensor]:
     if not decoder.is_supported(config):
-        return TransformersModel(model_dir, config, dtype, device)
+        return TransformersModel(model_dir, config, dtype, device, is_int8=is_int8)
     weights = Checkpoint(model_dir, dtype, device)
-    model = decoder.Decoder(config, weights, max_model_len)
+    model = decoder.Decoder(config, weights, max_model_len, is_int8=is_int8)
     unknown = [name for name in weights.remaining if not decoder.is_ignored(name, config)]
     if unknown:
         more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""

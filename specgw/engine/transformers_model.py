@@ -17,7 +17,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedCon
 from transformers.utils.logging import disable_progress_bar
 
 from specgw.engine.attention import Batch, BatchAttention
-from specgw.engine.linear import PackedLinear
+from specgw.engine.linear import build_linear
 from specgw.engine.model_runner import ModelRunner, SequenceChunk
 from specgw.errors import ConfigError
 
@@ -31,8 +31,15 @@ class TransformersModel:
     """A model of transformers whose attention reads and writes the block cache."""
 
     def __init__(
-        self, model_dir: Path, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device
+        self,
+        model_dir: Path,
+        config: PreTrainedConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        is_int8: bool = False,
     ) -> None:
+        self._is_int8 = is_int8
         self._name = str(model_dir)
         self._config = config
         self._model = _load(model_dir, config, dtype, device)
@@ -71,7 +78,7 @@ class TransformersModel:
             raise self._refusal(f"its logits differ by {difference:.2g} under our attention")
         if self._windows != _windows(self._config):
             raise self._refusal("its sliding window is not applied by its attention function")
-        _pack_linears(self._model)
+        _pack_linears(self._model, self._is_int8)
         self._on_trial = False
 
     def _logits(
@@ -171,11 +178,11 @@ def _logits_in_chunks(runner: ModelRunner, token_ids: list[int]) -> Tensor:
     return torch.cat(logits)
 
 
-def _pack_linears(model: PreTrainedModel) -> None:
+def _pack_linears(model: PreTrainedModel, is_int8: bool) -> None:
     """Replaces the products of plain linear layers, and lets go of their weights."""
     for module in model.modules():
         if type(module) is nn.Linear:
-            packed = PackedLinear(module.weight, module.bias)
+            packed = build_linear(module.weight, module.bias, is_int8=is_int8)
             if packed.is_packed:
                 module.forward = packed  # type: ignore[assignment]
                 module.weight = nn.Parameter(module.weight.new_empty(0))

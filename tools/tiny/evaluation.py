@@ -2,8 +2,6 @@
 
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -12,54 +10,12 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import DynamicCache, LlamaForCausalLM
 
+from tools.acceptance import Draft, Reference
 from tools.tiny.corpus import load_corpus
-from tools.tiny.tokenizers import END_ID
 
 NUM_PROMPTS, PROMPT_LENGTH, CONTINUATION_LENGTH = 32, 256, 128
 STEP_CONTEXT, STEP_REPEATS = 256, 100
 LOSS_CHARACTERS, LOSS_WINDOW = 120_000, 512
-
-# (rows, starts, k): k draft tokens for each row, after its prompt and `start` more tokens
-Draft = Callable[[list[int], list[int], int], list[list[int]]]
-
-
-@dataclass
-class Acceptance:
-    """Counts over rounds of `k` draft tokens."""
-
-    k: int
-    rounds: int = 0
-    per_position: list[int] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.per_position = [0] * self.k
-
-    def add(self, accepted: int) -> None:
-        self.rounds += 1
-        for position in range(accepted):
-            self.per_position[position] += 1
-
-    @property
-    def per_round(self) -> float:
-        return sum(self.per_position) / self.rounds
-
-    @property
-    def rate(self) -> float:
-        return self.per_round / self.k
-
-
-@dataclass(frozen=True)
-class Reference:
-    """What the target writes after each held-out prompt."""
-
-    token_ids: Tensor  # [num_prompts, PROMPT_LENGTH + CONTINUATION_LENGTH]
-    lengths: list[int]  # tokens of each continuation before its EOS
-
-    def context(self, row: int, start: int) -> list[int]:
-        return self.token_ids[row, : PROMPT_LENGTH + start].tolist()
-
-    def continuation(self, row: int, start: int, count: int) -> list[int]:
-        return self.token_ids[row, PROMPT_LENGTH + start :][:count].tolist()
 
 
 def held_out_prompts(tokenizer: Tokenizer, seed: int) -> Tensor:  # [NUM_PROMPTS, PROMPT_LENGTH]
@@ -92,76 +48,6 @@ def bits_per_byte(model: LlamaForCausalLM, tokenizer: Tokenizer) -> float:
         nats += float(F.cross_entropy(logits, window[1:], reduction="sum"))
     num_bytes = sum(len(tokenizer.decode(window[1:].tolist()).encode()) for window in windows)
     return nats / math.log(2) / num_bytes
-
-
-@torch.inference_mode()
-def continue_greedily(target: LlamaForCausalLM, prompts: Tensor) -> Reference:
-    token_ids = target.generate(
-        prompts,
-        attention_mask=torch.ones_like(prompts),
-        max_new_tokens=CONTINUATION_LENGTH,
-        do_sample=False,
-        pad_token_id=END_ID,
-    )
-    width = PROMPT_LENGTH + CONTINUATION_LENGTH - token_ids.shape[1]
-    token_ids = F.pad(token_ids, (0, width), value=END_ID)
-    ended = token_ids[:, PROMPT_LENGTH:] == END_ID
-    ended = torch.cat((ended, torch.ones_like(ended[:, :1])), dim=1)
-    return Reference(token_ids, ended.int().argmax(dim=1).tolist())
-
-
-def play(reference: Reference, draft: Draft, k: int) -> Acceptance:
-    """Plays whole rounds, prompts side by side: draft, compare, commit accepted and one more."""
-    acceptance = Acceptance(k)
-    starts = [0] * len(reference.lengths)
-    while rows := [row for row, end in enumerate(reference.lengths) if starts[row] + k <= end]:
-        drafts = draft(rows, [starts[row] for row in rows], k)
-        for row, draft_token_ids in zip(rows, drafts, strict=True):
-            expected = reference.continuation(row, starts[row], k)
-            accepted = _common_prefix(draft_token_ids, expected)
-            acceptance.add(accepted)
-            starts[row] += accepted + 1
-    return acceptance
-
-
-def _common_prefix(left: list[int], right: list[int]) -> int:
-    pairs = zip(left, right, strict=False)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))
-
-
-@torch.inference_mode()
-def autoregressive(model: LlamaForCausalLM, reference: Reference) -> Draft:
-    """Drafts from one teacher-forced pass: a token counts only while all before it were right."""
-    guesses = [
-        model(input_ids=chunk).logits[:, PROMPT_LENGTH - 1 : -1].argmax(-1)
-        for chunk in torch.split(reference.token_ids, 8)
-    ]
-    table = torch.cat(guesses)  # [num_prompts, CONTINUATION_LENGTH]
-
-    def draft(rows: list[int], starts: list[int], k: int) -> list[list[int]]:
-        pairs = zip(rows, starts, strict=True)
-        return [table[row, start : start + k].tolist() for row, start in pairs]
-
-    return draft
-
-
-def parallel(model: LlamaForCausalLM, reference: Reference, mask_id: int) -> Draft:
-    """Drafts k tokens in one pass: k - 1 masks after the context."""
-
-    @torch.inference_mode()
-    def draft(rows: list[int], starts: list[int], k: int) -> list[list[int]]:
-        width = PROMPT_LENGTH + max(starts) + k - 1
-        token_ids = torch.full((len(rows), width), mask_id)
-        for index, (row, start) in enumerate(zip(rows, starts, strict=True)):
-            end = PROMPT_LENGTH + start
-            token_ids[index, :end] = reference.token_ids[row, :end]
-        last = torch.tensor(starts)[:, None] + PROMPT_LENGTH - 1 + torch.arange(k)  # [rows, k]
-        hidden = model.model(input_ids=token_ids).last_hidden_state  # [rows, width, hidden_size]
-        logits = model.lm_head(hidden[torch.arange(len(rows))[:, None], last])
-        drafted: list[list[int]] = logits.argmax(-1).tolist()
-        return drafted
-
-    return draft
 
 
 def foreign(

@@ -29,20 +29,6 @@ class Shape:
     head_dim: int
 
 
-@dataclass
-class Cache:
-    """Keys and values of equally long sequences; `length` of the allocated positions are filled."""
-
-    keys: Tensor  # [layers, batch, kv_heads, max_length, head_dim]
-    values: Tensor  # [layers, batch, kv_heads, max_length, head_dim]
-    length: int = 0
-
-    @classmethod
-    def empty(cls, shape: Shape, batch: int, max_length: int) -> "Cache":
-        size = (shape.layers, batch, shape.kv_heads, max_length, shape.head_dim)
-        return cls(torch.zeros(size, dtype=torch.bfloat16), torch.zeros(size, dtype=torch.bfloat16))
-
-
 class Norm(nn.Module):
     """RMSNorm."""
 
@@ -66,9 +52,7 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(shape.hidden, keys, bias=False)
         self.o_proj = nn.Linear(queries, shape.hidden, bias=False)
 
-    def forward(
-        self, hidden: Tensor, rope: Tensor, mask: Tensor, cache: Cache | None, layer: int
-    ) -> Tensor:
+    def forward(self, hidden: Tensor, rope: Tensor, mask: Tensor) -> Tensor:
         shape = self.shape
         batch, rows, _ = hidden.shape
         group = shape.heads // shape.kv_heads
@@ -77,15 +61,9 @@ class Attention(nn.Module):
         values = self.v_proj(hidden).view(batch, rows, shape.kv_heads, shape.head_dim)
         values = values.transpose(1, 2)
         queries, keys = rotate(queries * shape.head_dim**-0.5, rope), rotate(keys, rope)
-        if cache is not None:
-            end = cache.length + rows
-            cache.keys[layer, :, :, cache.length : end] = keys
-            cache.values[layer, :, :, cache.length : end] = values
-            keys, values = cache.keys[layer, :, :, :end], cache.values[layer, :, :, :end]
         folded = queries.reshape(batch * shape.kv_heads, group * rows, shape.head_dim)
-        scores = folded @ keys.flatten(0, 1).transpose(1, 2)  # [.., group * rows, keys]
-        if rows > 1:
-            scores = scores + mask.repeat(group, 1)
+        scores = folded @ keys.flatten(0, 1).transpose(1, 2)  # [.., group * rows, rows]
+        scores = scores + mask.repeat(group, 1)
         mixed = scores.softmax(-1) @ values.flatten(0, 1)  # [.., group * rows, head_dim]
         mixed = mixed.view(batch, shape.heads, rows, shape.head_dim).transpose(1, 2)
         output: Tensor = self.o_proj(mixed.reshape(batch, rows, -1))
@@ -123,10 +101,8 @@ class Layer(nn.Module):
         self.post_attention_layernorm = Norm(shape.hidden)
         self.mlp = FeedForward(shape)
 
-    def forward(
-        self, hidden: Tensor, rope: Tensor, mask: Tensor, cache: Cache | None, layer: int
-    ) -> Tensor:
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), rope, mask, cache, layer)
+    def forward(self, hidden: Tensor, rope: Tensor, mask: Tensor) -> Tensor:
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), rope, mask)
         output: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
         return output
 
@@ -155,25 +131,14 @@ class TinyLlama(nn.Module):
                 std = 0.02 / (2 * shape.layers) ** 0.5 if is_residual_output else 0.02
                 nn.init.normal_(parameter, std=std, generator=generator)
 
-    def forward(
-        self,
-        token_ids: Tensor,  # [batch, rows]
-        positions: Tensor | None = None,  # [rows], shared by the batch
-        mask: Tensor | None = None,  # [rows, keys], additive
-        cache: Cache | None = None,
-    ) -> Tensor:  # [batch, rows, vocab_size]
+    def forward(self, token_ids: Tensor) -> Tensor:  # [batch, rows] -> [batch, rows, vocab_size]
         rows = token_ids.shape[1]
-        if positions is None:
-            positions = torch.arange(rows) + (cache.length if cache else 0)
-        if mask is None:
-            mask = causal_mask(rows)
+        mask = causal_mask(rows)
         body = self.model
         hidden = body.embed_tokens(token_ids)
-        rope = rope_table(positions, self.shape.head_dim).to(hidden.dtype)
-        for index, layer in enumerate(body.layers):
-            hidden = layer(hidden, rope, mask, cache, index)
-        if cache is not None:
-            cache.length += rows
+        rope = rope_table(torch.arange(rows), self.shape.head_dim).to(hidden.dtype)
+        for layer in body.layers:
+            hidden = layer(hidden, rope, mask)
         return F.linear(body.norm(hidden), body.embed_tokens.weight)
 
 
@@ -209,7 +174,6 @@ class Vocabulary:
     tokenizer_config: dict[str, object]
     end_id: int
     bos_id: int | None = None
-    pard_token: int | None = None
 
 
 def export(model: TinyLlama, vocabulary: Vocabulary, folder: Path) -> None:
@@ -221,14 +185,10 @@ def export(model: TinyLlama, vocabulary: Vocabulary, folder: Path) -> None:
     }
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     ends: dict[str, object] = {"bos_token_id": vocabulary.bos_id, "eos_token_id": vocabulary.end_id}
-    _write_json(folder / "config.json", _llama_config(model.shape) | ends | _pard(vocabulary))
+    _write_json(folder / "config.json", _llama_config(model.shape) | ends)
     _write_json(folder / "generation_config.json", ends | {"do_sample": False})
     _write_json(folder / "tokenizer_config.json", vocabulary.tokenizer_config)
     shutil.copyfile(vocabulary.tokenizer_file, folder / "tokenizer.json")
-
-
-def _pard(vocabulary: Vocabulary) -> dict[str, object]:
-    return {} if vocabulary.pard_token is None else {"pard_token": vocabulary.pard_token}
 
 
 def _llama_config(shape: Shape) -> dict[str, object]:

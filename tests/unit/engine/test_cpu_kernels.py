@@ -57,6 +57,50 @@ def test_linear_of_rows_that_are_apart() -> None:
     assert is_close(output, x.float() @ weight.float().T + rand(10, 4).T.float())
 
 
+@pytest.mark.parametrize("num_rows", ROWS)
+@pytest.mark.parametrize(("num_columns", "size"), [(64, 4), (65, 32), (200, 576), (1, 4100)])
+@pytest.mark.parametrize("is_added", [False, True])
+def test_int8_linear(num_rows: int, num_columns: int, size: int, is_added: bool) -> None:
+    """Against the same product of weights and inputs that were rounded alike."""
+    x, weight = rand(num_rows, size), rand(num_columns, size) / math.sqrt(size)
+    bias = rand(num_columns) if is_added else None
+    residual = rand(num_rows, num_columns) if is_added else None
+    packed = cpu_kernels.pack_int8(weight)
+
+    output = cpu_kernels.int8_linear(x, packed, bias, residual)
+
+    expected = rounded(x) @ rounded(weight).T
+    if bias is not None and residual is not None:
+        expected += bias.float() + residual.float()
+    assert is_close(output, expected)
+    for row in range(num_rows):
+        of_row = None if residual is None else residual[row : row + 1]
+        alone = cpu_kernels.int8_linear(x[row : row + 1], packed, bias, of_row)
+        assert torch.equal(alone[0], output[row])
+
+
+def rounded(rows: Tensor) -> Tensor:
+    """Rounds each row to multiples of a 127th of its largest value."""
+    step = rows.float().abs().amax(1, keepdim=True) / 127
+    return (rows.float() / step).round() * step
+
+
+def test_int8_rows_of_zeros_stay_zero() -> None:
+    zeros = torch.zeros(10, 64, dtype=BF16)
+    no_weights, weights = cpu_kernels.pack_int8(zeros), cpu_kernels.pack_int8(rand(10, 64))
+
+    assert cpu_kernels.int8_linear(rand(3, 64), no_weights, None, None).eq(0).all()
+    assert cpu_kernels.int8_linear(zeros, weights, None, None).eq(0).all()
+
+
+def test_int8_weights_give_their_rows_back() -> None:
+    weight, rows = rand(130, 36), torch.tensor([0, 129, 64, 64])
+
+    unpacked = cpu_kernels.unpack_int8_rows(cpu_kernels.pack_int8(weight), rows)
+
+    assert is_close(unpacked, rounded(weight)[rows])
+
+
 def test_packed_weights_give_their_rows_back() -> None:
     weight, rows = rand(130, 34), torch.tensor([0, 129, 64, 64])
 

@@ -1,22 +1,24 @@
-"""The training loop: Muon and AdamW; bfloat16 compute, float32 masters.
+"""The training loop: Muon and AdamW; bfloat16 compute, float32 masters. For any module.
 
 Data-parallel over threads, not parallel inside each operation: a worker computes the gradient of
-whole micro-batches on one thread, so a busy neighbor delays one worker and not every operation.
+whole micro-batches on one thread, so a busy neighbor delays one worker and not every operation. A
+GPU has one worker.
 """
 
 import copy
 import logging
+import statistics
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Generic, TypeVar
 
+import click
 import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Muon, Optimizer
-
-from tools.tiny.model import TinyLlama
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +26,7 @@ WORKERS = 2
 LOG_EVERY, SAVE_EVERY = 25, 50
 
 Batch = tuple[Tensor, ...]  # first dimension: sequences
-Loss = Callable[[TinyLlama, Batch], Tensor]
+Model = TypeVar("Model", bound=nn.Module)
 
 
 @dataclass(frozen=True)
@@ -43,16 +45,18 @@ class Schedule:
         return min(1.0, done / self.warmup, left)
 
 
-class Trainer:
+class Trainer(Generic[Model]):
     """Owns the float32 masters, the bfloat16 replica that the workers read, and the optimizers."""
 
-    def __init__(self, model: TinyLlama, schedule: Schedule) -> None:
+    def __init__(self, model: Model, schedule: Schedule) -> None:
         self.model = model
         self.schedule = schedule
         self.replica = copy.deepcopy(model).to(torch.bfloat16)
         torch.set_num_threads(1)
-        self.pool = ThreadPoolExecutor(WORKERS, initializer=torch.set_num_threads, initargs=(1,))
-        body = [weight for weight in model.model.layers.parameters() if weight.ndim == 2]
+        self.device = next(model.parameters()).device
+        workers = WORKERS if self.device.type == "cpu" else 1
+        self.pool = ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,))
+        body = _matrices(model)
         rest = [w for w in model.parameters() if not any(w is other for other in body)]
         # Two Muons, so that both workers orthogonalize.
         muon = [
@@ -68,7 +72,9 @@ class Trainer:
         adam = AdamW(rest, lr=schedule.adam_rate, betas=(0.9, 0.95), weight_decay=0.0)
         self.optimizers: list[Optimizer] = [*muon, adam]
 
-    def step(self, step: int, micro_batches: list[Batch], loss: Loss) -> float:
+    def step(
+        self, step: int, micro_batches: list[Batch], loss: Callable[[Model, Batch], Tensor]
+    ) -> float:
         """Takes one optimizer step on the mean loss of the micro-batches and returns it."""
         with torch.no_grad():
             for low, high in zip(self.replica.parameters(), self.model.parameters(), strict=True):
@@ -76,7 +82,7 @@ class Trainer:
         weights = list(self.replica.parameters())
 
         def gradient(batch: Batch) -> tuple[float, tuple[Tensor, ...]]:
-            value = loss(self.replica, batch)
+            value = loss(self.replica, tuple(part.to(self.device) for part in batch))
             return value.item(), torch.autograd.grad(value, weights)
 
         values, gradients = zip(*self.pool.map(gradient, micro_batches), strict=True)
@@ -114,35 +120,49 @@ class Trainer:
         return int(state["step"])
 
 
+def _matrices(model: nn.Module) -> list[nn.Parameter]:
+    """Returns what Muon is for: the matrices between embedding and LM head."""
+    tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
+    heads = getattr(model, "get_output_embeddings", lambda: None)()
+    others = {id(weight) for weight in (*tables, *([] if heads is None else [heads.weight]))}
+    return [w for w in model.parameters() if w.ndim == 2 and id(w) not in others]
+
+
 def train(
-    model: TinyLlama,
+    model: Model,
     schedule: Schedule,
     batches: Callable[[int], list[Batch]],
-    loss: Loss,
+    loss: Callable[[Model, Batch], Tensor],
     checkpoint: Path,
-) -> None:
-    """Trains `model` in place; goes on from `checkpoint` where it exists."""
+) -> list[float]:
+    """Trains `model` in place; goes on from `checkpoint` where it exists.
+
+    Returns:
+        The loss of each step that was taken now.
+    """
     trainer = Trainer(model, schedule)
     first = trainer.resume(checkpoint)
-    started, total = time.monotonic(), 0.0
-    for step in range(first, schedule.steps):
-        total += trainer.step(step, batches(step), loss)
-        if (step + 1) % LOG_EVERY == 0:
-            logger.info(
-                "%s step %d/%d loss %.3f, %.2f s a step",
-                checkpoint.stem,
-                step + 1,
-                schedule.steps,
-                total / LOG_EVERY,
-                (time.monotonic() - started) / (step + 1 - first),
-            )
-            total = 0.0
-        if (step + 1) % SAVE_EVERY == 0 or step + 1 == schedule.steps:
-            trainer.save(checkpoint, step + 1)
+    started, losses = time.monotonic(), []
+    label = f"{checkpoint.stem}, from step {first}"
+    with click.progressbar(range(first, schedule.steps), label=label, show_pos=True) as steps:
+        for step in steps:
+            losses.append(trainer.step(step, batches(step), loss))
+            if (step + 1) % LOG_EVERY == 0:
+                logger.info(
+                    "%s step %d/%d loss %.3f, %.2f s a step",
+                    checkpoint.stem,
+                    step + 1,
+                    schedule.steps,
+                    statistics.mean(losses[-LOG_EVERY:]),
+                    (time.monotonic() - started) / (step + 1 - first),
+                )
+            if (step + 1) % SAVE_EVERY == 0 or step + 1 == schedule.steps:
+                trainer.save(checkpoint, step + 1)
     trainer.pool.shutdown()
+    return losses
 
 
-def load_weights(model: TinyLlama, checkpoint: Path) -> TinyLlama:
+def load_weights(model: Model, checkpoint: Path) -> Model:
     model.load_state_dict(torch.load(checkpoint, weights_only=True)["model"])
     return model
 

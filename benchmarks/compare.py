@@ -1,12 +1,16 @@
-"""Compares specgw with vLLM on a real pair of models, in one interleaved run on the CPU.
+"""Compares specgw with transformers and vLLM on one pair of models, in one interleaved run.
+
+    python -m benchmarks.compare --target DIR --draft DIR --prompts FILE -k 7 --batch-size 1
 
 Every repetition gives the next prompts to every system in turn, starting with another one each
-time; only one system computes at a time. Greedy, past the end token, prefill included. Both sides
-are measured as they are used: specgw by an HTTP client, vLLM by its own clock within the process.
+time; only one system computes at a time. Greedy, past the end token, prefill included. Systems are
+measured as they are used: the three specgw processes by an HTTP client, engines in process
+(`specgw.LLM`, transformers, vLLM) by their own clock.
 """
 
 import json
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,16 +23,22 @@ import click
 import yaml
 from transformers import AutoTokenizer
 
-from benchmarks.machine import machine_seconds, tree_seconds
+from benchmarks.machine import free_port, machine_seconds, tree_peak_bytes, tree_seconds
 from benchmarks.measurement import Completion, Run, SystemId
-from benchmarks.report import compare_outputs, render_differences, render_table, to_json
+from benchmarks.plot import draw
+from benchmarks.report import (
+    compare_outputs,
+    render_differences,
+    render_table,
+    render_times,
+    to_json,
+)
 from benchmarks.systems import (
     SpecgwSystem,
     System,
     SystemFailed,
-    VllmInstallation,
+    run_peer,
     run_specgw,
-    run_vllm,
 )
 
 _START_S = 1800.0
@@ -41,7 +51,9 @@ class Plan:
     """What to run. `draft_tokens` and `vllm_draft_tokens` list the K to try, each a system."""
 
     target: Path
-    draft: Path
+    draft: Path | None
+    method: str
+    speculation: Mapping[str, Any]
     draft_tokens: tuple[int, ...]
     vllm_draft_tokens: tuple[int, ...]
     batch_sizes: tuple[int, ...]
@@ -49,6 +61,17 @@ class Plan:
     max_model_len: int
     repetitions: int
     threads: int
+    dtype: str
+
+    def speculative_config(self, draft_tokens: int) -> dict[str, Any]:
+        """Returns vLLM's configuration of the drafts, for vLLM and for specgw."""
+        model = {"model": str(self.draft)} if self.draft is not None else {}
+        return {
+            "method": self.method,
+            **model,
+            **self.speculation,
+            "num_speculative_tokens": draft_tokens,
+        }
 
 
 def read_prompts(file: Path, tokenizer_folder: Path, raw: bool) -> list[str]:
@@ -76,51 +99,44 @@ def specgw_config(plan: Plan, base: Mapping[str, Any], port: int) -> dict[str, A
     specgw = {**base.get("specgw", {})}
     for service in ("verifier", "proposer"):
         specgw[service] = {"num_threads": plan.threads, **specgw.get(service, {})}
-    speculative_config = {
-        "method": "draft_model",
-        **base.get("speculative_config", {}),
-        "model": str(plan.draft),
-        "num_speculative_tokens": max(plan.draft_tokens),
-    }
+    specgw["verifier"]["metrics_listen"] = f"127.0.0.1:{free_port()}"
     return {
-        "dtype": "bfloat16",
-        "max_num_seqs": max(plan.batch_sizes),
-        "max_model_len": plan.max_model_len,
+        **_common_arguments(plan),
         **base,
         "model": str(plan.target),
         "host": "127.0.0.1",
         "port": port,
-        "speculative_config": speculative_config,
+        "speculative_config": plan.speculative_config(max(plan.draft_tokens)),
         "specgw": specgw,
     }
 
 
 def vllm_arguments(plan: Plan, draft_tokens: int) -> dict[str, Any]:
     """Returns the arguments of `vllm.LLM`; 0 draft tokens mean no speculation."""
-    arguments: dict[str, Any] = {
+    arguments = {
+        **_common_arguments(plan),
         "model": str(plan.target),
-        "dtype": "bfloat16",
-        "max_model_len": plan.max_model_len,
-        "max_num_seqs": max(plan.batch_sizes),
-        "enable_prefix_caching": False,
         "kv_cache_memory_bytes": _VLLM_KV_CACHE_BYTES,
     }
     if draft_tokens:
-        arguments["speculative_config"] = {
-            "method": "draft_model",
-            "model": str(plan.draft),
-            "num_speculative_tokens": draft_tokens,
-        }
+        arguments["speculative_config"] = plan.speculative_config(draft_tokens)
     return arguments
 
 
+def _common_arguments(plan: Plan) -> dict[str, Any]:
+    return {
+        "dtype": plan.dtype,
+        "max_model_len": plan.max_model_len,
+        "max_num_seqs": max(plan.batch_sizes),
+        "enable_prefix_caching": False,  # systems with the same prompts must not help one another
+    }
+
+
 @contextmanager
-def start_specgw(
-    plan: Plan, base: Mapping[str, Any], port: int, work: Path
-) -> Iterator[list[System]]:
+def start_specgw(plan: Plan, base: Mapping[str, Any], work: Path) -> Iterator[list[System]]:
     """Starts one server and returns it as one system without drafts and one for each K."""
     click.echo("starting specgw", err=True)
-    with run_specgw(specgw_config(plan, base, port), work, _START_S) as server:
+    with run_specgw(specgw_config(plan, base, free_port()), work, _START_S) as server:
         yield [
             SpecgwSystem(SystemId("specgw", draft_tokens), server)
             for draft_tokens in (0, *plan.draft_tokens)
@@ -128,15 +144,37 @@ def start_specgw(
 
 
 @contextmanager
-def start_vllm(plan: Plan, installation: VllmInstallation, work: Path) -> Iterator[list[System]]:
-    """Starts one engine without drafts and one for each K."""
+def start_peers(
+    plan: Plan, peers: Sequence[str], vllm_python: Path | None, environment: Mapping[str, str]
+) -> Iterator[list[System]]:
+    """Starts the engines in process: one child for each product and K."""
     with ExitStack() as stack:
+        work = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         systems: list[System] = []
-        for draft_tokens in (0, *plan.vllm_draft_tokens):
-            system = SystemId("vllm", draft_tokens)
+
+        def start(system: SystemId, arguments: Mapping[str, Any], batch: int | None = None) -> None:
             click.echo(f"loading {system}", err=True)
-            arguments = vllm_arguments(plan, draft_tokens)
-            systems.append(stack.enter_context(run_vllm(system, installation, arguments, work)))
+            is_vllm = system.product == "vllm" and vllm_python is not None
+            python = vllm_python if is_vllm and vllm_python else Path(sys.executable)
+            variables = environment if is_vllm else {"PYTHONPATH": str(Path.cwd())}
+            peer = run_peer(system, python, variables, arguments, work, batch)
+            systems.append(stack.enter_context(peer))
+
+        if "specgw" in peers:
+            for count in plan.draft_tokens:
+                config = specgw_config(plan, {}, port=0)
+                config["speculative_config"]["num_speculative_tokens"] = count
+                start(SystemId("specgw", count, "one process"), config)
+        if "transformers" in peers:
+            model = {"model": str(plan.target), "threads": plan.threads, "dtype": plan.dtype}
+            start(SystemId("transformers", 0), model)
+            if plan.draft is not None and plan.method == "draft_model":
+                for count in plan.draft_tokens:
+                    assisted = {**model, "draft": str(plan.draft), "draft_tokens": count}
+                    start(SystemId("transformers", count), assisted, 1)
+        if vllm_python is not None:
+            for count in (0, *plan.vllm_draft_tokens):
+                start(SystemId("vllm", count), vllm_arguments(plan, count))
         yield systems
 
 
@@ -148,7 +186,8 @@ def measure(system: System, prompts: Sequence[str], max_tokens: int, repetition:
     own_cores = (tree_seconds(system.pid) - own) / elapsed
     busy_cores = (machine_seconds() - machine) / elapsed
     check_lengths(system.id, batch.completions, max_tokens)
-    return Run(system.id, len(prompts), repetition, batch, own_cores, busy_cores - own_cores)
+    peak = tree_peak_bytes(system.pid)
+    return Run(system.id, len(prompts), repetition, batch, own_cores, busy_cores - own_cores, peak)
 
 
 def check_lengths(system: SystemId, completions: Sequence[Completion], max_tokens: int) -> None:
@@ -170,9 +209,13 @@ def check_prompts(runs: Sequence[Run]) -> None:
 def warm_up(systems: Sequence[System], prompts: Sequence[str], batch_sizes: Sequence[int]) -> None:
     """Lets every system compile and fill its caches for every batch size."""
     for system in systems:
-        for batch_size in batch_sizes:
+        for batch_size in _possible(system, batch_sizes):
             click.echo(f"warming up {system.id}, batch {batch_size}", err=True)
             system.generate(take_prompts(prompts, batch_size, 0), _WARM_UP_TOKENS)
+
+
+def _possible(system: System, batch_sizes: Sequence[int]) -> list[int]:
+    return [size for size in batch_sizes if system.max_batch is None or size <= system.max_batch]
 
 
 def run_rounds(systems: Sequence[System], prompts: Sequence[str], plan: Plan) -> list[Run]:
@@ -185,6 +228,7 @@ def run_rounds(systems: Sequence[System], prompts: Sequence[str], plan: Plan) ->
             round_runs = [
                 measure(system, batch, plan.max_tokens, repetition)
                 for system in (*systems[first:], *systems[:first])
+                if _possible(system, [batch_size])
             ]
             check_prompts(round_runs)
             runs += round_runs
@@ -213,60 +257,72 @@ def parse_environment(assignments: Sequence[str], threads: int) -> dict[str, str
 _FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 _COUNT = click.IntRange(min=1)
+_OUTPUT = click.Path(dir_okay=False, path_type=Path)
+_PEERS = ("specgw", "transformers")
 
 
 @click.command(help=__doc__)
 @click.option("--target", required=True, type=_FOLDER)
-@click.option("--draft", required=True, type=_FOLDER)
+@click.option("--draft", type=_FOLDER, help="Without it, a method that needs none.")
+@click.option("--method", default="draft_model", show_default=True, help="As in vLLM.")
+@click.option("--speculation", default="{}", help="More keys of speculative_config, as JSON.")
 @click.option("--prompts", "prompts_file", required=True, type=_FILE, help="JSON lines, `data`.")
 @click.option("--raw", is_flag=True, help="Send prompts as they are, without the chat template.")
 @click.option("-k", "--draft-tokens", multiple=True, type=_COUNT, default=(3, 7), show_default=True)
-@click.option("--vllm-python", type=_FILE, help="Interpreter with vLLM; without it, specgw only.")
+@click.option(
+    "--peer",
+    "peers",
+    multiple=True,
+    type=click.Choice(_PEERS),
+    default=_PEERS,
+    help="Engines in process beside the three specgw processes; default both.",
+)
+@click.option("--vllm-python", type=_FILE, help="Interpreter with vLLM, if it shall run too.")
 @click.option("--vllm-draft-tokens", multiple=True, type=_COUNT, default=(7,), show_default=True)
 @click.option("--vllm-env", multiple=True, metavar="NAME=VALUE", help="Such as LD_PRELOAD=...")
-@click.option("--specgw/--no-specgw", "with_specgw", default=True, help="Whether to run specgw.")
-@click.option("--specgw-config", type=_FILE, help="YAML to build specgw's configuration on.")
-@click.option("--specgw-port", type=_COUNT, default=8123, show_default=True)
+@click.option("--specgw-config", type=_FILE, help="YAML to build the servers' configuration on.")
 @click.option("--batch-size", "batch_sizes", multiple=True, type=_COUNT, default=(1, 8))
 @click.option("--max-tokens", type=_COUNT, default=128, show_default=True)
 @click.option("--max-model-len", type=_COUNT, default=2048, show_default=True)
 @click.option("--repetitions", type=_COUNT, default=8, show_default=True)
 @click.option("--threads", type=_COUNT, default=os.cpu_count(), help="For every system.")
-@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="JSON with every run.")
+@click.option("--dtype", default="bfloat16", show_default=True)
+@click.option("--out", type=_OUTPUT, help="JSON with every run.")
+@click.option("--plot", type=_OUTPUT, help="PNG with a bar for every system.")
 def main(
     prompts_file: Path,
     raw: bool,
+    speculation: str,
+    peers: tuple[str, ...],
     vllm_python: Path | None,
     vllm_env: tuple[str, ...],
-    with_specgw: bool,
     specgw_config: Path | None,
-    specgw_port: int,
     out: Path | None,
+    plot: Path | None,
     **plan_options: Any,
 ) -> None:
     """Starts the systems, measures them, stops them, reports."""
-    plan = Plan(**plan_options)
+    plan = Plan(speculation=json.loads(speculation), **plan_options)
     prompts = read_prompts(prompts_file, plan.target, raw)
     base = yaml.safe_load(specgw_config.read_text()) if specgw_config else {}
+    environment = parse_environment(vllm_env, plan.threads)
     try:
         with ExitStack() as stack:
             work = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            systems: list[System] = []
-            if with_specgw:
-                systems += stack.enter_context(start_specgw(plan, base, specgw_port, work))
-            if vllm_python:
-                environment = parse_environment(vllm_env, plan.threads)
-                installation = VllmInstallation(vllm_python, environment)
-                systems += stack.enter_context(start_vllm(plan, installation, work))
+            systems = stack.enter_context(start_specgw(plan, base, work))
+            systems += stack.enter_context(start_peers(plan, peers, vllm_python, environment))
             warm_up(systems, prompts, plan.batch_sizes)
             runs = run_rounds(systems, prompts, plan)
     except SystemFailed as error:
         raise click.ClickException(str(error)) from None
     comparisons = compare_outputs(runs, plan.target)
     click.echo(render_table(runs))
+    click.echo(render_times(runs))
     click.echo(render_differences(comparisons))
     if out:
         out.write_text(json.dumps(to_json(plan, runs, comparisons), indent=1))
+    if plot:
+        draw(runs, plot)
 
 
 if __name__ == "__main__":
