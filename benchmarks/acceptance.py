@@ -18,8 +18,9 @@ from tokenizers import Tokenizer
 
 from benchmarks.compare import read_prompts
 from proposer_svc.proposer import RoundCounts
-from specgw.llm import LLM, RequestOutput
+from specgw.llm import LLM
 from specgw.model_files import resolve_model
+from specgw.request_output import RequestOutput
 from specgw.types import SamplingParams
 from tools.tiny.evaluation import held_out_prompts
 

@@ -4,8 +4,10 @@ The caller is `openai_responses.py`.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
+from specgw.request_output import logprobs_by_token
 from specgw.types import TokenLogprobs
 
 TokenText = Callable[[int], str]  # of a token alone
@@ -72,12 +74,10 @@ def _by_text(one: TokenLogprobs, text_of: TokenText) -> dict[str, float]:
 
 
 def _by_id(one: TokenLogprobs, text_of: TokenText) -> dict[str, Any]:
-    ranks = (one.rank, *range(1, len(one.token_ids)))
-    entries: dict[str, Any] = {}
-    for token_id, logprob, rank in zip(one.token_ids, one.logprobs, ranks, strict=True):
-        entry = {"logprob": _finite(logprob), "rank": rank, "decoded_token": text_of(token_id)}
-        entries.setdefault(str(token_id), entry)
-    return entries
+    return {
+        str(token_id): {**asdict(entry), "logprob": _finite(entry.logprob)}
+        for token_id, entry in logprobs_by_token(one, text_of).items()
+    }
 
 
 def _chat_entry(token_id: int, logprob: float, text_of: TokenText) -> dict[str, Any]:

@@ -92,7 +92,7 @@ class OpenAIApi:
             echoed = ""
             if body.echo:
                 echoed = prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
-            for sample in self._builder.samples(generation):
+            for sample in generation.samples():
                 token_ids = generation.prompt_token_ids
                 answers.append(
                     Answer(len(answers), token_ids, prompt_index, echoed, body.is_echo_only)
@@ -120,7 +120,7 @@ class OpenAIApi:
             cache_salt=body.cache_salt or "",
             names=FieldNames(prompt="messages"),
         )
-        generations = self._builder.samples(generation)
+        generations = generation.samples()
         answers = [
             Answer(index, generation.prompt_token_ids, echoed=body.echoed)
             for index in range(len(generations))

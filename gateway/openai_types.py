@@ -22,6 +22,7 @@ _PLAIN_PARAMS = (
     "temperature",
     "top_p",
     "top_k",
+    "min_p",
     "n",
     "presence_penalty",
     "frequency_penalty",
@@ -45,7 +46,6 @@ _NOT_IMPLEMENTED: dict[str, tuple[object, ...]] = {
     "logits_processors": _EMPTY,
     "logit_processors": _EMPTY,
     "logprob_token_ids": _EMPTY,
-    "min_p": (None, 0),
     "prompt_embeds": (None,),
     "repetition_detection": (None,),
     "spaces_between_special_tokens": (None, True),
@@ -90,6 +90,7 @@ class _Request(BaseModel):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    min_p: float | None = None
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     stream: bool = False

@@ -121,22 +121,6 @@ class RequestBuilder:
             cache_salt=cache_salt,
         )
 
-    @staticmethod
-    def samples(request: GenerateRequest) -> list[GenerateRequest]:
-        """Returns a request for each of the `n` samples, with seeds that follow one another."""
-        params = request.sampling_params
-        assert params.seed is not None, "`build` draws one"
-        if params.n == 1:
-            return [request]
-        return [
-            replace(
-                request,
-                request_id=f"{request.request_id}-{index}",
-                sampling_params=replace(params, n=1, seed=_wrapped(params.seed + index)),
-            )
-            for index in range(params.n)
-        ]
-
     def _room(self, num_prompt_tokens: int, names: FieldNames) -> int:
         """Returns how many output tokens fit the context, at least one."""
         limit = self.max_model_len
@@ -150,11 +134,6 @@ class RequestBuilder:
             )
             raise InvalidRequest(names.prompt, num_prompt_tokens, rule)
         return limit - num_prompt_tokens
-
-
-def _wrapped(seed: int) -> int:
-    """Returns the seed as a signed number of 64 bits."""
-    return (seed + 2**63) % 2**64 - 2**63
 
 
 def _check_token_ids(field: str, token_ids: Sequence[int], model: ModelDescription) -> None:

@@ -14,7 +14,6 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from itertools import zip_longest
 from typing import Any
 
 import grpc
@@ -305,7 +304,7 @@ class Router:
                 async with aclosing(verifier.generate(attempt, deadline)) as outputs:
                     async for output in outputs:
                         delivered += output.token_ids
-                        stats = _total(earlier, output.speculation or SpeculationStats())
+                        stats = earlier.plus(output.speculation or SpeculationStats())
                         backoff = _Backoff()
                         yield replace(output, speculation=stats)
                         if output.finish_reason is not None:
@@ -374,18 +373,4 @@ def _attempt(request: GenerateRequest, slot: Slot, delivered: Sequence[int]) -> 
         output_token_ids=tuple(delivered),
         proposer_address=claim.proposer,
         max_draft_tokens=request.max_draft_tokens if claim.may_draft else 0,
-    )
-
-
-def _total(earlier: SpeculationStats, stats: SpeculationStats) -> SpeculationStats:
-    undrafted = dict(earlier.undrafted)
-    for reason, count in stats.undrafted.items():
-        undrafted[reason] = undrafted.get(reason, 0) + count
-    positions = zip_longest(earlier.accepted_per_position, stats.accepted_per_position, fillvalue=0)
-    return SpeculationStats(
-        draft_count=earlier.draft_count + stats.draft_count,
-        draft_token_count=earlier.draft_token_count + stats.draft_token_count,
-        accepted_token_count=earlier.accepted_token_count + stats.accepted_token_count,
-        accepted_per_position=[one + other for one, other in positions],
-        undrafted=undrafted,
     )

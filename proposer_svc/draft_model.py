@@ -11,11 +11,14 @@ import torch
 from torch import Tensor
 
 from proposer_svc.batching import build_batch
+from proposer_svc.draft_grammar import DraftGrammars
 from proposer_svc.draft_rows import DraftRows
 from proposer_svc.draft_sampling import DraftSampler, DraftToken, row_sampling
 from proposer_svc.draft_vocabulary import DraftVocabulary, SharedVocabulary
 from proposer_svc.drafter import Draft
+from proposer_svc.run_ahead import RunAhead
 from proposer_svc.session_table import Session, SessionTable
+from specgw.engine.kv_cache import OutOfBlocks
 from specgw.engine.model_runner import ModelRunner, SequenceChunk
 from specgw.hidden import HiddenFormat
 from specgw.types import ModelDescription, UndraftedReason, VocabMappingSummary
@@ -37,16 +40,21 @@ class DraftModelDrafter:
         max_num_batched_tokens: int,
         vocabulary: DraftVocabulary | None = None,
         sampler: DraftSampler | None = None,
+        grammars: DraftGrammars | None = None,
+        run_ahead: RunAhead | None = None,
     ) -> None:
         """Takes a loaded model.
 
-        Its vocabulary is the target's unless told otherwise. Without a sampler it drafts greedily.
+        Its vocabulary is the target's unless told otherwise. Without a sampler it drafts greedily,
+        and without `run_ahead` never beyond a block.
         """
         self.description = runner.description
         self.max_num_batched_tokens = max_num_batched_tokens
         self.kv_capacity_tokens = runner.kv_cache.capacity_tokens
         self.num_passes = 0
+        self.ahead = run_ahead or RunAhead()
         self._sampler = sampler or DraftSampler()
+        self._grammars = grammars
         self._runner = runner
         self._vocabulary = vocabulary or SharedVocabulary(runner.description)
         self._rows: dict[Session, DraftRows] = {}
@@ -77,8 +85,14 @@ class DraftModelDrafter:
             max_length=max_length,
         )
 
+        if self._grammars is not None:
+            self._grammars.open(session)
+
     def commit(self, session: Session, token_ids: Sequence[int]) -> None:
-        self._rows[session].extend(token_ids)
+        rows = self._rows[session]
+        num_ahead = rows.num_ahead if rows.num_sent else 0
+        rows.extend(token_ids)
+        self.ahead.count_round(num_ahead, len(rows.draft_token_ids))
 
     def room(self, session: Session) -> int:
         return self._rows[session].room
@@ -88,6 +102,8 @@ class DraftModelDrafter:
 
     def close(self, session: Session) -> None:
         self._rows.pop(session).cache.release()
+        if self._grammars is not None:
+            self._grammars.close(session)
 
     def enter_thread(self) -> None:
         torch.get_num_threads()  # without this call, OpenMP ignores torch's setting in this thread
@@ -95,60 +111,95 @@ class DraftModelDrafter:
     def has_work(self) -> bool:
         return any(rows.has_work for rows in self._rows.values())
 
+    def can_run_ahead(self) -> bool:
+        if not self.ahead.is_on or self._vocabulary.summary is not None or self.has_work():
+            return False
+        return any(rows.can_run_ahead for rows in self._rows.values())
+
+    def run_ahead(self) -> None:
+        sessions = [one for one in self._rows.values() if one.can_run_ahead]
+        for one in sessions:
+            one.is_stopped = not _has_memory(one, len(one.draft_token_ids))
+        sessions = [one for one in sessions if not one.is_stopped]
+        if sessions:
+            self._append(sessions, self._forward_last(sessions))
+            self.ahead.count_pass(len(sessions))
+
     def step(self, table: SessionTable) -> list[Draft]:
+        begun = [one for one in self._rows.values() if one.has_begun]
+        for one in begun:
+            if not _has_memory(one, one.max_draft_tokens - 1):
+                one.drop_ahead()
+        begun = [one for one in begun if one.has_begun]
         batch, starved = build_batch(
             self._rows.values(), table.idle_before, self.max_num_batched_tokens, self.mask_rows
         )
         for rows in starved:
             rows.forget()
         refusals = [Draft(rows.session, reason=UndraftedReason.NO_MEMORY) for rows in starved]
-        if not batch:
+        sessions = [*(one for one, _ in batch), *begun]
+        if not sessions:
             return refusals
         try:
-            ready = self._draft(batch)
+            ready = self._draft(batch, begun)
         except Exception:
-            logger.exception("drafting failed", extra={"session_count": len(batch)})
-            return refusals + [
-                Draft(rows.session, reason=UndraftedReason.ERROR) for rows, _ in batch
-            ]
+            logger.exception("drafting failed", extra={"session_count": len(sessions)})
+            return refusals + [Draft(one.session, reason=UndraftedReason.ERROR) for one in sessions]
         return refusals + [self._answer(rows) for rows in ready]
 
-    def _draft(self, batch: Sequence[tuple[DraftRows, int]]) -> list[DraftRows]:
+    def _draft(
+        self, batch: Sequence[tuple[DraftRows, int]], begun: Sequence[DraftRows]
+    ) -> list[DraftRows]:
         """Feeds the given number of missing rows of each session, and drafts where none is left.
+
+        Goes on with blocks that were begun ahead.
 
         Returns:
             The sessions whose block is ready: `draft_token_ids`, empty if the model gave no usable
             logits.
         """
         ready = [one for one, rows in batch if completes(one, rows)]
-        logits = self._forward([missing_chunk(one, rows) for one, rows in batch])
-        for one, _ in batch:
-            one.publish()
-        drafting = self._append(ready, logits)
+        drafting = [one for one in begun if one.is_drafting]
+        if batch:
+            logits = self._forward([missing_chunk(one, rows) for one, rows in batch])
+            for one, _ in batch:
+                one.publish()
+            drafting += self._append(ready, logits)
         while drafting:
-            last = [SequenceChunk(one.cache, one.draft_token_ids[-1:], 1) for one in drafting]
-            drafting = self._append(drafting, self._forward(last))
-        return ready
+            drafting = self._append(drafting, self._forward_last(drafting))
+        return [*ready, *begun]
 
     def _answer(self, rows: DraftRows) -> Draft:
         if not rows.draft_token_ids:
             return Draft(rows.session, reason=UndraftedReason.ERROR)
-        block = rows.context.to_target(rows.draft_token_ids, rows.session.num_wanted)
+        token_ids, draft_probs = rows.take_block()
+        block = rows.context.to_target(token_ids, rows.session.num_wanted)
         if not block:
             return Draft(rows.session, reason=UndraftedReason.EMPTY)
-        draft_probs = tuple(rows.draft_probs)
         rule = self._sampler.rule(has_probs=bool(draft_probs))
-        return Draft(rows.session, block, rule=rule, draft_probs=draft_probs)
+        return Draft(rows.session, block, rule=rule, draft_probs=tuple(draft_probs))
 
     def _append(self, sessions: Sequence[DraftRows], logits: Tensor) -> list[DraftRows]:
         """Appends a token to each block; returns the sessions that want more."""
         # logits: those of each session's last row, [num_sessions, vocab_size]
         if not sessions:
             return []
+        logits = self._masked(sessions, logits)
         tokens = self._choose(logits, [(one, len(one.draft_token_ids)) for one in sessions])
         for one, token in zip(sessions, tokens, strict=True):
             one.extend_draft([token])
         return [one for one in sessions if one.is_drafting]
+
+    def _masked(
+        self,
+        sessions: Sequence[DraftRows],
+        logits: Tensor,  # [num_sessions, vocab_size]
+    ) -> Tensor:
+        """Leaves each session's row the tokens that its constraint lets follow."""
+        if self._grammars is not None:
+            for one, row in zip(sessions, logits, strict=True):
+                self._grammars.mask(row[: one.num_draftable_ids], one.session, one.draft_token_ids)
+        return logits
 
     def _choose(
         self,
@@ -160,9 +211,24 @@ class DraftModelDrafter:
         sampling = [row_sampling(one.session, num_drafted) for one, num_drafted in rows]
         return self._sampler.choose(_without_padding(logits, limits), sampling)
 
+    def _forward_last(self, sessions: Sequence[DraftRows]) -> Tensor:
+        """Feeds the last draft token of each session."""
+        return self._forward(
+            [SequenceChunk(one.cache, one.draft_token_ids[-1:], 1) for one in sessions]
+        )
+
     def _forward(self, chunks: Sequence[SequenceChunk]) -> Tensor:
         self.num_passes += 1
         return self._vocabulary.constrain(self._runner.forward(chunks))
+
+
+def _has_memory(one: DraftRows, num_draft_rows: int) -> bool:
+    """Whether the cache could be made to hold so many draft rows beyond the context."""
+    try:
+        one.cache.reserve(len(one.token_ids) + num_draft_rows)
+    except OutOfBlocks:
+        return False
+    return True
 
 
 def completes(one: DraftRows, rows: int) -> bool:

@@ -27,6 +27,8 @@ class DraftRows:
     max_length: int  # rows that there may be
     draft_token_ids: list[int] = field(default_factory=list)
     draft_probs: list[TokenProbs] = field(default_factory=list)  # of all draft tokens, or of none
+    num_sent: int = 0  # leading draft tokens that the verifier has; those after them run ahead
+    is_stopped: bool = False  # no memory to run ahead until the next commit
     block_hashes: BlockHashes = field(init=False)
 
     def __post_init__(self) -> None:
@@ -60,8 +62,32 @@ class DraftRows:
 
     @property
     def num_missing(self) -> int:
-        """Rows to feed before the next token can be drafted. At least one while a block is due."""
+        """Rows to feed before the next token can be drafted.
+
+        At least one while a block is due, unless it has begun already.
+        """
         return len(self.token_ids) - self.cache.length
+
+    @property
+    def num_ahead(self) -> int:
+        """Draft tokens that the verifier has not seen."""
+        return len(self.draft_token_ids) - self.num_sent
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the block that is asked for was begun ahead."""
+        return self.session.num_wanted > 0 and self.num_sent == 0 and bool(self.draft_token_ids)
+
+    @property
+    def can_run_ahead(self) -> bool:
+        """Whether the block was sent, and less than a guess and another block follow it."""
+        is_done = self.num_ahead > self.num_sent or len(self.draft_token_ids) >= self.room
+        return self.num_sent > 0 and not (is_done or self.is_stopped or self.has_work)
+
+    def take_block(self) -> tuple[list[int], list[TokenProbs]]:
+        """Returns the draft tokens of the block that is asked for, and notes that they are sent."""
+        self.num_sent = min(len(self.draft_token_ids), self.max_draft_tokens)
+        return self.draft_token_ids[: self.num_sent], self.draft_probs[: self.num_sent]
 
     @property
     def has_work(self) -> bool:
@@ -86,7 +112,7 @@ class DraftRows:
         """Appends draft tokens; a missing one makes the whole block unusable: it is dropped."""
         usable = [token for token in tokens if token is not None]
         if len(usable) < len(tokens):
-            self.draft_token_ids, self.draft_probs = [], []
+            self._drop_draft()
             return
         self.draft_token_ids += [token.token_id for token in usable]
         self.draft_probs += [token.probs for token in usable if token.probs is not None]
@@ -99,12 +125,31 @@ class DraftRows:
             lambda pair: pair[0] == pair[1], zip(held, self.token_ids[start:], strict=False)
         )
         num_right = start + sum(1 for _ in agreed)
-        self.draft_token_ids, self.draft_probs = [], []
+        self.is_stopped = False
+        has_more = len(held) > num_right - start and self.cache.length >= num_right
+        if num_right == len(self.token_ids) and has_more:
+            self._keep_ahead(num_right - start - len(replaced))
+            return
+        self._drop_draft()
         # The last token is always fed again: the next draft token comes from its logits.
         self.cache.truncate(max(min(num_right, len(self.token_ids) - 1), 0))
+
+    def _keep_ahead(self, num_committed: int) -> None:
+        """Lets the draft tokens beyond those committed begin the next block."""
+        self.num_sent = 0
+        del self.draft_token_ids[:num_committed]
+        del self.draft_probs[:num_committed]
+
+    def drop_ahead(self) -> None:
+        """Gives up a block that has begun."""
+        self._drop_draft()
+        self.cache.truncate(len(self.token_ids) - 1)
+
+    def _drop_draft(self) -> None:
+        self.draft_token_ids, self.draft_probs, self.num_sent = [], [], 0
 
     def forget(self) -> None:
         """Gives the KV cache back; the next block begins with a prefill."""
         self.cache.release()
-        self.draft_token_ids, self.draft_probs = [], []
+        self._drop_draft()
         self.prefill_length = 0

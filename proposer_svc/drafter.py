@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from proposer_svc.run_ahead import RunAhead
 from proposer_svc.session_table import Session, SessionTable
 from specgw.hidden import HiddenFormat
 from specgw.types import (
@@ -90,6 +91,16 @@ class Drafter(Protocol):
 
     def has_work(self) -> bool:
         """Whether `step` has something to do."""
+
+    @property
+    def ahead(self) -> RunAhead:
+        """What was drafted ahead."""
+
+    def can_run_ahead(self) -> bool:
+        """Whether `run_ahead` has something to do; never while `step` has."""
+
+    def run_ahead(self) -> None:
+        """Runs one forward pass on what sessions will need if all that was sent is accepted."""
 
     def step(self, table: SessionTable) -> Sequence[Draft]:
         """Runs one batch over all sessions; returns what is ready or failed."""

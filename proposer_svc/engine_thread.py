@@ -99,6 +99,7 @@ class EngineThread:
         blocks = self._step()
         self.load = self._proposer.load()
         self._metrics.set_load(self.load)
+        self._metrics.count_ahead(self._proposer.ahead)
         for stream in self._applied:
             self._post(stream.step_applied)
         self._applied.clear()
@@ -125,6 +126,8 @@ class EngineThread:
                 blocks.setdefault(verifier_id, []).append(block)
             self._metrics.observe_step(time.perf_counter() - began)
             self._metrics.count_rounds(self._proposer.rounds)
+        elif self._proposer.can_run_ahead():
+            self._proposer.run_ahead()
         return blocks
 
     def _connect(

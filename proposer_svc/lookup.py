@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from proposer_svc.drafter import Draft
+from proposer_svc.run_ahead import RunAhead
 from proposer_svc.session_table import Session, SessionTable
 from specgw.lookup.match import ContextLookup, Lookup
 from specgw.lookup.method import describe_lookup
@@ -24,6 +25,7 @@ class LookupDrafter:
         self.description = describe_lookup(lookup.method, max_model_len)
         self.max_num_batched_tokens = max_num_batched_tokens
         self.kv_capacity_tokens = max_sessions * max_model_len
+        self.ahead = RunAhead()
         self._lookup = lookup
         self._contexts: dict[Session, ContextLookup] = {}
 
@@ -58,6 +60,12 @@ class LookupDrafter:
 
     def has_work(self) -> bool:
         return any(session.num_wanted > 0 for session in self._contexts)
+
+    def can_run_ahead(self) -> bool:
+        return False
+
+    def run_ahead(self) -> None:
+        """A lookup takes no time that could be saved."""
 
     def enter_thread(self) -> None:
         """Any thread will do."""

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from proposer_svc.proposer import ProposerLoad, RoundCounts
+from proposer_svc.run_ahead import RunAheadCounts
 from specgw.types import DraftBlock, UndraftedReason
 
 _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
@@ -42,6 +43,23 @@ class ProposerMetrics:
             registry=self.registry,
         )
         self._counted = RoundCounts()
+        self._ahead_tokens = Counter(
+            "specgw_proposer_run_ahead_tokens",
+            "Tokens drafted before they were asked for.",
+            registry=self.registry,
+        )
+        self._ahead_used = Counter(
+            "specgw_proposer_run_ahead_used_tokens",
+            "Those of them that began a block; the others were wasted.",
+            registry=self.registry,
+        )
+        self._ahead_rounds = Counter(
+            "specgw_proposer_run_ahead_rounds",
+            "Rounds of a session for which tokens were drafted ahead, by whether they were used.",
+            ["outcome"],
+            registry=self.registry,
+        )
+        self._ahead_counted = RunAheadCounts()
         self._draft_seconds = Histogram(
             "specgw_proposer_draft_seconds",
             "Time of one step over all sessions.",
@@ -83,6 +101,14 @@ class ProposerMetrics:
         self._rounds.inc(rounds.round_count - self._counted.round_count)
         self._round_passes.inc(rounds.pass_count - self._counted.pass_count)
         self._counted = rounds
+
+    def count_ahead(self, ahead: RunAheadCounts) -> None:
+        """Takes the counts so far."""
+        before, self._ahead_counted = self._ahead_counted, ahead
+        self._ahead_tokens.inc(ahead.token_count - before.token_count)
+        self._ahead_used.inc(ahead.used_token_count - before.used_token_count)
+        self._ahead_rounds.labels("hit").inc(ahead.hit_count - before.hit_count)
+        self._ahead_rounds.labels("miss").inc(ahead.miss_count - before.miss_count)
 
     def set_load(self, load: ProposerLoad) -> None:
         """Takes what is in use now."""

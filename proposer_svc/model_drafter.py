@@ -3,15 +3,29 @@
 Apart from `proposer.py`, so that a proposer without a model needs no torch.
 """
 
+from proposer_svc.draft_grammar import DraftGrammars
 from proposer_svc.draft_model import DraftModelDrafter
 from proposer_svc.draft_sampling import DraftSampler
 from proposer_svc.draft_vocabulary_choice import build_vocabulary
 from proposer_svc.drafter import Drafter
 from proposer_svc.parallel_draft import ParallelDrafter
+from proposer_svc.run_ahead import RunAhead
+from specgw.addresses import is_local
 from specgw.config import EngineArgs
 from specgw.engine.loading import draft_options, load_model
+from specgw.engine.model_runner import ModelRunner
+from specgw.grammar import compiler_for
 from specgw.model_checks import resolve_mask_token, trained_draft_tokens
 from specgw.model_files import read_config, resolve_model
+from specgw.service_settings import ProposerSettings
+
+
+def _run_ahead(settings: ProposerSettings, runner: ModelRunner) -> RunAhead:
+    if settings.run_ahead == "auto":
+        # A draft on the CPU of the target's machine would take cores from the target.
+        has_own_device = runner.device.type != "cpu" or not is_local(settings.listen)
+        return RunAhead(is_enabled=has_own_device)
+    return RunAhead(is_enabled=settings.run_ahead == "on")
 
 
 def load_model_drafter(args: EngineArgs) -> Drafter:
@@ -24,12 +38,20 @@ def load_model_drafter(args: EngineArgs) -> Drafter:
     assert config is not None
     runner = load_model(draft_options(args))
     vocabulary = build_vocabulary(args, runner.description)
+    grammars = None
+    if vocabulary.summary is None:  # the draft model's ids are the target's
+        grammars = DraftGrammars(
+            compiler_for(str(config.model), runner.vocab_size, runner.eos_token_ids)
+        )
     batched_tokens = args.specgw.proposer.max_num_batched_tokens
     # What another vocabulary's text becomes is no sample of any law known here.
     method = config.draft_sample_method if vocabulary.summary is None else "greedy"
     sampler = DraftSampler(method, args.specgw.proposer.max_draft_support)
     if not config.parallel_drafting:
-        return DraftModelDrafter(runner, batched_tokens, vocabulary, sampler)
+        ahead = _run_ahead(args.specgw.proposer, runner)
+        return DraftModelDrafter(
+            runner, batched_tokens, vocabulary, sampler, grammars, run_ahead=ahead
+        )
     checkpoint = read_config(resolve_model(config.model))
     return ParallelDrafter(
         runner,
@@ -39,4 +61,5 @@ def load_model_drafter(args: EngineArgs) -> Drafter:
         max_draft_tokens=args.max_draft_tokens,
         num_trained_tokens=trained_draft_tokens(checkpoint),
         sampler=sampler,
+        grammars=grammars,
     )

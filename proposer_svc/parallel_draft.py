@@ -9,7 +9,9 @@ import logging
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
+from proposer_svc.draft_grammar import DraftGrammars
 from proposer_svc.draft_model import DraftModelDrafter, completes, missing_chunk
 from proposer_svc.draft_rows import DraftRows
 from proposer_svc.draft_sampling import DraftSampler
@@ -37,6 +39,7 @@ class ParallelDrafter(DraftModelDrafter):
         max_draft_tokens: int,
         num_trained_tokens: int | None = None,
         sampler: DraftSampler | None = None,
+        grammars: DraftGrammars | None = None,
     ) -> None:
         """Takes a loaded model.
 
@@ -48,8 +51,9 @@ class ParallelDrafter(DraftModelDrafter):
             max_draft_tokens: Most draft tokens that will be asked for.
             num_trained_tokens: Most draft tokens that it was trained for, if known.
             sampler: How tokens are chosen; None for greedily.
+            grammars: Keeps drafts to the constraints of their requests; None drafts freely.
         """
-        super().__init__(runner, max_num_batched_tokens, vocabulary, sampler)
+        super().__init__(runner, max_num_batched_tokens, vocabulary, sampler, grammars)
         self._mask_token_id = mask_token_id
         self._max_block = max_draft_tokens
         if num_trained_tokens is not None and num_trained_tokens < max_draft_tokens:
@@ -63,8 +67,13 @@ class ParallelDrafter(DraftModelDrafter):
     def room(self, session: Session) -> int:
         return min(super().room(session), self._max_block)
 
+    def can_run_ahead(self) -> bool:
+        return False  # the rows of a block are gone when it is done
+
     @torch.inference_mode()
-    def _draft(self, batch: Sequence[tuple[DraftRows, int]]) -> list[DraftRows]:
+    def _draft(
+        self, batch: Sequence[tuple[DraftRows, int]], begun: Sequence[DraftRows]
+    ) -> list[DraftRows]:
         ready = [one for one, rows in batch if completes(one, rows)]
         logits = self._forward([self._masked_chunk(one, rows) for one, rows in batch])
         for one, _ in batch:
@@ -77,7 +86,23 @@ class ParallelDrafter(DraftModelDrafter):
         tokens = iter(self._choose(logits, rows))
         for one in ready:
             one.extend_draft([next(tokens) for _ in range(one.session.num_wanted)])
+        blocks = torch.split(logits, [one.session.num_wanted for one in ready])
+        for one, block in zip(ready, blocks, strict=True):
+            if self._grammars is not None and self._grammars.applies_to(one.session):
+                self._draft_in_order(one, block)
         return ready
+
+    def _draft_in_order(
+        self,
+        one: DraftRows,
+        rows: Tensor,  # [num_wanted, vocab_size]
+    ) -> None:
+        """Chooses a block's tokens anew, each among those that its constraint lets follow."""
+        one.draft_token_ids, one.draft_probs = [], []
+        for offset, row in enumerate(torch.split(rows, 1)):
+            one.extend_draft(self._choose(self._masked([one], row), [(one, offset)]))
+            if not one.draft_token_ids:
+                return
 
     def _masked_chunk(self, one: DraftRows, rows: int) -> SequenceChunk:
         chunk = missing_chunk(one, rows)

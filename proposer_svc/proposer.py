@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from proposer_svc.drafter import Draft, Drafter
 from proposer_svc.lookup import LookupDrafter
+from proposer_svc.run_ahead import RunAheadCounts
 from proposer_svc.session_table import Session, SessionTable
 from specgw.config import EngineArgs
 from specgw.errors import ConfigError, IncompatibleModels
@@ -157,6 +158,19 @@ class ProposerCore:
     def has_work(self) -> bool:
         return self._drafter.has_work()
 
+    @property
+    def ahead(self) -> RunAheadCounts:
+        """What was drafted beyond blocks so far."""
+        return self._drafter.ahead.counts
+
+    def can_run_ahead(self) -> bool:
+        """Whether there is something to draft that nobody has asked for yet."""
+        return self._drafter.can_run_ahead()
+
+    def run_ahead(self) -> None:
+        """Drafts it, one forward pass at a time: what has arrived meanwhile comes first."""
+        self._drafter.run_ahead()
+
     def step(self) -> list[tuple[str, DraftBlock]]:
         began, num_passes = time.perf_counter(), self._drafter.num_passes
         drafts = self._drafter.step(self._table)
@@ -193,6 +207,8 @@ class ProposerCore:
             *(verifier_id, session_id, list(opened.token_ids), verifier.num_ids),
             cache_salt=opened.cache_salt,
             sampling=opened.sampling,
+            structured_outputs=opened.structured_outputs,
+            prompt_length=opened.prompt_length,
         )
         self._table.add(session)
         self._drafter.open(session)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from specgw.hidden import HiddenStates
+from specgw.structured_outputs import StructuredOutputsParams
 from specgw.types import DraftSampling, UndraftedReason
 
 _MAX_REFUSALS = 4096
@@ -23,6 +24,8 @@ class Session:
     num_ids: int  # ids from here on are the target's alone
     cache_salt: str = ""
     sampling: DraftSampling | None = None  # none means greedy
+    structured_outputs: StructuredOutputsParams | None = None
+    prompt_length: int = 0  # leading tokens that are no output
     num_wanted: int = 0  # draft tokens asked for; 0 while no block is
     hidden: HiddenStates | None = None  # the target's, as the newest commit brought them
     last_used: int = 0  # when a block was last asked for, by the table's count

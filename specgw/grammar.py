@@ -8,6 +8,7 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -64,6 +65,16 @@ class GrammarMatcher:
             self._restart()
         else:
             self._matcher.rollback(count)
+
+    def follow(self, token_ids: Sequence[int]) -> bool:
+        """Stands after these tokens; returns whether they follow the grammar, as far as is known.
+
+        Tokens shared with where it stood are not read again.
+        """
+        pairs = zip(self._token_ids, token_ids, strict=False)
+        num_shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        self.rollback(len(self._token_ids) - num_shared)
+        return self.advance(token_ids[num_shared:]) == len(token_ids) - num_shared
 
     def mask(self) -> NDArray[np.int32]:  # [ceil(vocab_size / 32)]
         """Returns one bit for each token id, lowest first: whether it may come next.

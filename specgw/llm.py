@@ -4,15 +4,16 @@ The interface is that of vLLM's `LLM`. One thread, no event loop, no sockets: dr
 turns on the same cores.
 """
 
+import functools
 import itertools
 import random
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 from gateway.detokenizer import Detokenizer
-from gateway.tokenizer import load_tokenizer
+from gateway.tokenizer import Tokenizer, load_tokenizer
 from proposer_svc.proposer import build_proposer
 from specgw.config import parse_config
 from specgw.engine.loading import load_model, target_options
@@ -20,11 +21,18 @@ from specgw.errors import SpecgwError
 from specgw.grammar import GrammarMatcher, compiler_for
 from specgw.handshake import build_hello
 from specgw.link import InProcessLink
+from specgw.request_output import (
+    CompletionOutput,
+    Logprobs,
+    RequestOutput,
+    logprobs_by_token,
+)
 from specgw.types import (
     GenerateOutput,
     GenerateRequest,
     SamplingParams,
     SpeculationStats,
+    TokenLogprobs,
 )
 from verifier_svc.acceptance import build_acceptance
 from verifier_svc.custom_processors import load_processors
@@ -36,29 +44,6 @@ from verifier_svc.session import check_request
 from verifier_svc.verifier import Verifier
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class CompletionOutput:
-    """One continuation of a prompt."""
-
-    index: int
-    text: str
-    token_ids: Sequence[int]
-    finish_reason: str
-    stop_reason: int | str | None
-
-
-@dataclass(frozen=True, slots=True)
-class RequestOutput:
-    """A prompt and its continuations; `speculation` says what became of the drafts."""
-
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: Sequence[int]
-    outputs: Sequence[CompletionOutput]
-    speculation: SpeculationStats
-    finished: bool = True
 
 
 class LLM:
@@ -139,11 +124,11 @@ class LLM:
         many = [prompts] if _is_one(prompts) else list(prompts)
         params = _for_each(sampling_params, len(many))
         answers = [
-            self._answer(prompt, one)  # type: ignore[arg-type]
+            self._answers_to(prompt, one)  # type: ignore[arg-type]
             for prompt, one in zip(many, params, strict=True)
         ]
         try:
-            for answer in answers:
+            for answer in itertools.chain.from_iterable(answers):
                 self._submit(answer)
             while self._answers:
                 self._scheduler.step()
@@ -151,16 +136,20 @@ class LLM:
             for session_id in self._answers:
                 self._scheduler.inbox.cancel(session_id)
             self._answers.clear()
-        return [answer.result() for answer in answers]
+        return [_request_output(samples) for samples in answers]
 
-    def _answer(self, prompt: Prompt, params: SamplingParams) -> "_Answer":
+    def _answers_to(self, prompt: Prompt, params: SamplingParams) -> list["_Answer"]:
         text, token_ids = self._tokenize(prompt)
+        params = self._tokenizer.with_bad_words(params)
+        if params.seed is None:
+            params = replace(params, seed=self._seeds.getrandbits(63))
         request = GenerateRequest(uuid.uuid4().hex, token_ids, params)
         runner = self._runner
         check_request(request, runner.max_model_len, runner.vocab_size, (), self._max_logprobs)
-        grammar = self._grammars.start(request)
-        detokenizer = Detokenizer(self._tokenizer.backend, request, self._tokenizer.eos_token_id)
-        return _Answer(request, text, detokenizer, grammar)
+        return [
+            _Answer(request.request_id, sample, text, self._tokenizer, self._grammars.start(sample))
+            for sample in request.samples()
+        ]
 
     def _tokenize(self, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
         text: str | None = None
@@ -176,8 +165,8 @@ class LLM:
     def _submit(self, answer: "_Answer") -> None:
         session_id = next(self._session_ids)
         seed = answer.request.sampling_params.seed
+        assert seed is not None
         self._answers[session_id] = answer
-        seed = self._seeds.getrandbits(63) if seed is None else seed
         self._scheduler.inbox.submit(session_id, answer.request, seed, answer.grammar)
 
     def _deliver(self, outputs: Sequence[tuple[int, GenerateOutput | SpecgwError]]) -> None:
@@ -193,24 +182,29 @@ class LLM:
 
 
 class _Answer:
-    """One request's output as it grows."""
+    """One sample's output as it grows."""
 
     def __init__(
         self,
+        request_id: str,
         request: GenerateRequest,
         prompt: str | None,
-        detokenizer: Detokenizer,
+        tokenizer: Tokenizer,
         grammar: GrammarMatcher | None,
     ) -> None:
+        self.request_id = request_id
         self.request = request
+        self.prompt = prompt
         self.grammar = grammar
-        self._prompt = prompt
-        self._detokenizer = detokenizer
+        self.speculation = SpeculationStats()
+        self._detokenizer = Detokenizer(tokenizer.backend, request, tokenizer.eos_token_id)
+        self._text_of = tokenizer.text_of
         self._text = ""
         self._token_ids: list[int] = []
         self._finish_reason = ""
         self._stop_reason: int | str | None = None
-        self._speculation = SpeculationStats()
+        self._logprobs: list[TokenLogprobs] = []
+        self._prompt_logprobs: list[TokenLogprobs] = []
 
     def add(self, output: GenerateOutput) -> bool:
         """Takes one step's tokens; returns whether the output has ended."""
@@ -218,23 +212,44 @@ class _Answer:
         self._text += text_output.text
         self._token_ids += text_output.token_ids
         self._stop_reason = text_output.stop_reason
-        self._speculation = text_output.speculation
+        self.speculation = text_output.speculation
+        self._logprobs += text_output.logprobs
+        self._prompt_logprobs += text_output.prompt_logprobs
         if text_output.finish_reason is not None:
             self._finish_reason = text_output.finish_reason.value
         return bool(self._finish_reason)
 
-    def result(self) -> RequestOutput:
-        """Returns the whole answer."""
-        completion = CompletionOutput(
-            0, self._text, tuple(self._token_ids), self._finish_reason, self._stop_reason
+    def completion(self, index: int) -> CompletionOutput:
+        """Returns the whole sample."""
+        has_logprobs = self.request.sampling_params.logprobs is not None
+        scored = [logprobs_by_token(one, self._text_of) for one in self._logprobs]
+        return CompletionOutput(
+            index,
+            self._text,
+            tuple(self._token_ids),
+            self._finish_reason,
+            self._stop_reason,
+            sum(one.logprobs[0] for one in self._logprobs) if has_logprobs else None,
+            scored if has_logprobs else None,
         )
-        return RequestOutput(
-            self.request.request_id,
-            self._prompt,
-            self.request.prompt_token_ids,
-            [completion],
-            self._speculation,
-        )
+
+    def prompt_logprobs(self) -> list[Logprobs | None] | None:
+        """Returns those of the prompt, if asked for."""
+        if self.request.sampling_params.prompt_logprobs is None:
+            return None
+        return [None, *(logprobs_by_token(one, self._text_of) for one in self._prompt_logprobs)]
+
+
+def _request_output(samples: Sequence[_Answer]) -> RequestOutput:
+    first = samples[0]
+    return RequestOutput(
+        first.request_id,
+        first.prompt,
+        first.request.prompt_token_ids,
+        [sample.completion(index) for index, sample in enumerate(samples)],
+        functools.reduce(SpeculationStats.plus, (sample.speculation for sample in samples)),
+        first.prompt_logprobs(),
+    )
 
 
 def _is_one(prompts: Prompt | Sequence[Prompt]) -> bool:

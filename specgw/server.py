@@ -7,7 +7,6 @@ A service registers its servicer on `ServiceServer.grpc_server`, and its entry p
 import asyncio
 import contextlib
 import inspect
-import ipaddress
 import logging
 import os
 import signal
@@ -19,6 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from prometheus_client import CollectorRegistry, start_http_server
 
+from specgw.addresses import is_local, split_address
 from specgw.channel import COMMON_OPTIONS, RETRY_AFTER_KEY
 from specgw.config import TlsSettings
 from specgw.errors import ConfigError, Overloaded, SpecgwError
@@ -211,34 +211,11 @@ def check_listen_address(address: str, tls: TlsSettings | None, allow_insecure: 
     Raises:
         ConfigError: naming the address and the settings that would allow it.
     """
-    if address.startswith("unix:"):
-        return
-    host, _ = split_address(address)
-    if tls is None and not allow_insecure and not _is_loopback(host):
+    if not is_local(address) and tls is None and not allow_insecure:
         raise ConfigError([
             f"listen address {address}: other machines reach it without TLS; "
             "set specgw.tls, or specgw.allow_insecure: true on a network you trust"
         ])  # fmt: skip
-
-
-def split_address(address: str) -> tuple[str, int]:
-    """Splits `host:port`; an IPv6 host is in brackets.
-
-    Raises:
-        ConfigError: if it is something else.
-    """
-    host, _, port = address.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if not host or not port.isdecimal() or int(port) > 65535:
-        raise ConfigError([f"address {address}: must be host:port or unix:/path"])
-    return host, int(port)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _bind(server: grpc.aio.Server, address: str, tls: TlsSettings | None) -> str:

@@ -6,7 +6,8 @@
 import enum
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 
 import numpy as np
 import numpy.typing as npt
@@ -412,6 +413,22 @@ class SpeculationStats:
         """Counts a decode round without a draft."""
         self.undrafted[reason] = self.undrafted.get(reason, 0) + 1
 
+    def plus(self, other: "SpeculationStats") -> "SpeculationStats":
+        """Returns the sum of both."""
+        undrafted = dict(self.undrafted)
+        for reason, count in other.undrafted.items():
+            undrafted[reason] = undrafted.get(reason, 0) + count
+        positions = zip_longest(
+            self.accepted_per_position, other.accepted_per_position, fillvalue=0
+        )
+        return SpeculationStats(
+            draft_count=self.draft_count + other.draft_count,
+            draft_token_count=self.draft_token_count + other.draft_token_count,
+            accepted_token_count=self.accepted_token_count + other.accepted_token_count,
+            accepted_per_position=[one + more for one, more in positions],
+            undrafted=undrafted,
+        )
+
     def copy(self) -> "SpeculationStats":
         """Returns a snapshot."""
         return SpeculationStats(
@@ -434,6 +451,29 @@ class GenerateRequest:
     proposer_address: str = ""
     max_draft_tokens: int | None = None
     cache_salt: str = ""
+
+    def samples(self) -> list["GenerateRequest"]:
+        """Returns a request for each of the `n` samples of one with a seed; their seeds follow it.
+
+        As in vLLM, the samples are independent requests.
+        """
+        params = self.sampling_params
+        if params.n == 1:
+            return [self]
+        assert params.seed is not None, "samples without a seed could not be told apart"
+        return [
+            replace(
+                self,
+                request_id=f"{self.request_id}-{index}",
+                sampling_params=replace(params, n=1, seed=_wrapped(params.seed + index)),
+            )
+            for index in range(params.n)
+        ]
+
+
+def _wrapped(seed: int) -> int:
+    """Returns the seed as a signed number of 64 bits."""
+    return (seed + 2**63) % 2**64 - 2**63
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,8 @@
 """Doubles: small, exact stand-ins that implement the real interfaces."""
 
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Executor, Future
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -81,3 +83,15 @@ def toy_continuation(context: Sequence[int], length: int, vocab_size: int = 50) 
     for _ in range(length):
         tokens.append(toy_next(tokens, vocab_size))
     return tokens[len(context) :]
+
+
+class InlineExecutor(Executor):
+    """Does the work where it is submitted."""
+
+    def submit(self, work: Callable[..., Any], *args: Any, **kwargs: Any) -> "Future[Any]":  # type: ignore[override]
+        done: Future[Any] = Future()
+        try:
+            done.set_result(work(*args, **kwargs))
+        except Exception as error:
+            done.set_exception(error)
+        return done

@@ -5,6 +5,7 @@ Draft tokens follow hypothetically and are taken back when the block is verified
 parameters ask for nothing has no processors and pays nothing.
 """
 
+import logging
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
@@ -12,9 +13,12 @@ import torch
 from torch import Tensor
 
 from specgw.engine.token_mask import allowed_tokens
+from specgw.errors import SpecgwError
 from specgw.grammar import GrammarMatcher
 from specgw.types import GenerateRequest, SamplingParams
 from verifier_svc.custom_processors import CustomLogitsProcessor
+
+logger = logging.getLogger(__name__)
 
 
 class LogitsProcessor(Protocol):
@@ -156,7 +160,15 @@ class CustomRule(_Stateless):
         self._prompt_token_ids = prompt_token_ids
 
     def apply(self, logits: Tensor, output_token_ids: Sequence[int]) -> None:
-        logits.copy_(self._processor(self._prompt_token_ids, tuple(output_token_ids), logits))
+        try:
+            changed = self._processor(self._prompt_token_ids, tuple(output_token_ids), logits)
+            if changed.shape != logits.shape:
+                raise ValueError(f"returned a tensor of shape {tuple(changed.shape)}")
+            logits.copy_(changed)
+        except Exception as error:  # whatever the operator's code does ends one session only
+            name = type(self._processor).__name__
+            logger.exception("logits processor failed", extra={"processor": name})
+            raise SpecgwError(f"the logits processor {name} failed") from error
 
 
 class Penalties:

@@ -176,3 +176,34 @@ def test_custom_processors_see_the_drafts_before_their_row(
     for prompt, tokens in zip(PROMPTS, expected, strict=True):
         parities = [token_id % 2 for token_id in (prompt[-1], *tokens)]
         assert all(one != other for one, other in itertools.pairwise(parities))
+
+
+class Failing:
+    """A custom processor that fails on one prompt and returns too little for another."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+
+    def __call__(
+        self, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int], logits: Tensor
+    ) -> Tensor:
+        if len(prompt_token_ids) == 1 and len(output_token_ids) == 3:
+            raise KeyError("by script")
+        return logits[:5] if len(prompt_token_ids) == 20 else logits
+
+
+def test_a_custom_processor_that_fails_ends_its_own_session_only(
+    random_runner: ModelRunner,
+) -> None:
+    expected = list(plain_answers(random_runner, PROMPTS, BASES["greedy"]).values())
+    verifier = InlineVerifier(random_runner, custom_processors=[Failing(VOCAB_SIZE)])
+
+    answers = verifier.generate(PROMPTS, BASES["greedy"])
+
+    assert [str(answer.error) for answer in answers if answer.error] == [
+        "the logits processor Failing failed"
+    ] * 2
+    assert answers[0].token_ids == expected[0][:3]
+    assert answers[2].token_ids == []
+    assert [answers[1].token_ids, answers[3].token_ids] == [expected[1], expected[3]]
+    assert random_runner.kv_cache.used_tokens == 0

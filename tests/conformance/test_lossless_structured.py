@@ -9,9 +9,14 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from proposer_svc.draft_grammar import DraftGrammars
+from proposer_svc.draft_model import DraftModelDrafter
+from proposer_svc.proposer import ProposerCore
+from specgw.engine.loading import ModelOptions, load_model
 from specgw.engine.model_runner import ModelRunner
 from specgw.errors import InvalidRequest
 from specgw.grammar import GrammarCompiler
@@ -19,6 +24,7 @@ from specgw.link import InProcessLink
 from specgw.structured_outputs import StructuredOutputsParams
 from specgw.types import FinishReason, SamplingParams
 from tests.conftest import VOCAB_SIZE
+from tests.doubles import InlineExecutor
 from tests.scripted_proposers import Answers, ScriptedProposer, half, liar, oracle
 from tests.tiny_tokenizers import of_tokens
 from tests.unit.test_grammar import TOO_COMPLEX
@@ -232,3 +238,31 @@ def test_a_grammar_too_complex_to_follow_ends_its_own_request_alone(
     assert "is too complex" in str(error)
     assert [verifier.answers[one].token_ids for one in fine] == list(expected.values())
     assert random_runner.kv_cache.used_tokens == 0
+
+
+@pytest.mark.parametrize("num_draft_tokens", [1, 3, 7])
+@pytest.mark.parametrize("name", CONSTRAINTS)
+def test_a_draft_that_is_the_target_is_always_accepted_under_a_constraint(
+    name: str,
+    num_draft_tokens: int,
+    random_runner: ModelRunner,
+    random_model_dir: Path,
+    grammars: GrammarCompiler,
+) -> None:
+    twin = load_model(ModelOptions(str(random_model_dir), dtype="float32", kv_cache_tokens=4096))
+    drafter = DraftModelDrafter(twin, 512, grammars=DraftGrammars(grammars, InlineExecutor()))
+    verifier = InlineVerifier(
+        random_runner,
+        [InProcessLink(ProposerCore(drafter, num_draft_tokens, max_sessions=64))],
+        max_draft_tokens=num_draft_tokens,
+        grammars=grammars,
+    )
+
+    together = verifier.generate(PROMPTS, _params("greedy", name))
+
+    assert [one.token_ids for one in together] == list(
+        _answers(random_runner, grammars, "greedy", name).values()
+    )
+    for answer in together:
+        rounds = answer.blocks[1:]  # the first token has no draft
+        assert all(len(block) == num_draft_tokens + 1 for block in rounds[:-1])

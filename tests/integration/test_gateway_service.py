@@ -343,6 +343,7 @@ class TestOpenAI:
             "temperature": 0.5,
             "top_p": 0.9,
             "top_k": 7,
+            "min_p": 0.25,
             "seed": 3,
             "stop_token_ids": [9],
             "ignore_eos": True,
@@ -416,7 +417,7 @@ class TestOpenAI:
     async def test_the_models_recommended_sampling_holds_where_the_request_is_silent(
         self, make_verifier: MakeVerifier, run_gateway: RunGateway, model_dir: Path
     ) -> None:
-        recommended = {"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1}
+        recommended = {"temperature": 0.6, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.1}
         (model_dir / "generation_config.json").write_text(json.dumps(recommended))
         verifier = make_verifier()
         async with ready(run_gateway, [verifier]) as gateway, http(gateway) as client:
@@ -424,7 +425,7 @@ class TestOpenAI:
 
         params = verifier.requests[0].sampling_params
         assert (params.temperature, params.top_k, params.top_p) == (0.6, 5, 1.0)
-        assert params.repetition_penalty == 1.1
+        assert (params.min_p, params.repetition_penalty) == (0.1, 1.1)
 
     async def test_utility_routes(
         self, make_verifier: MakeVerifier, run_gateway: RunGateway, tokenizer: Tokenizer
@@ -498,7 +499,7 @@ BAD_FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"n": 2, "temperature": 0}, "n", "2"),
     ({"n": 1000}, "n", "1000"),
     ({"best_of": 2}, "best_of", "2"),
-    ({"min_p": 0.1}, "min_p", "0.1"),
+    ({"min_p": 1.1}, "min_p", "1.1"),
     ({"logit_bias": {"1000000": 5}}, "logit_bias", "1000000"),
     ({"logit_bias": {"x": 5}}, "logit_bias.x", "'x'"),
     ({"logprobs": 21}, "logprobs", "21"),

@@ -18,6 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from prometheus_client import CollectorRegistry
 
+from specgw.addresses import split_address
 from specgw.channel import open_channel, status_to_error
 from specgw.config import TlsSettings
 from specgw.errors import (
@@ -36,7 +37,6 @@ from specgw.server import (
     drain_requested,
     run_until_drained,
     serve_metrics,
-    split_address,
 )
 from specgw.v1 import proposer_pb2, proposer_pb2_grpc
 

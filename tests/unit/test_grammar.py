@@ -173,6 +173,21 @@ def test_a_matcher_that_went_back_is_as_one_that_never_went(
         assert allowed(matcher) == allowed(fresh)
 
 
+@given(
+    walks=st.lists(st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=5), max_size=5),
+    name=st.sampled_from(sorted(LANGUAGES)),
+)
+def test_a_matcher_that_follows_is_as_one_that_began_anew(
+    walks: list[list[int]], name: str, compiler: GrammarCompiler
+) -> None:
+    matcher = compiler.compile(LANGUAGES[name][0])
+    for token_ids in walks:
+        fresh = compiler.compile(LANGUAGES[name][0])
+
+        assert matcher.follow(token_ids) == (fresh.advance(token_ids) == len(token_ids))
+        assert allowed(matcher) == allowed(fresh)
+
+
 def test_only_the_end_follows_a_text_that_cannot_go_on(compiler: GrammarCompiler) -> None:
     matcher = compiler.compile(StructuredOutputsParams(choice=["ab"]))
 
