@@ -95,7 +95,14 @@ class OpenAIApi:
             for sample in generation.samples():
                 token_ids = generation.prompt_token_ids
                 answers.append(
-                    Answer(len(answers), token_ids, prompt_index, echoed, body.is_echo_only)
+                    Answer(
+                        len(answers),
+                        token_ids,
+                        prompt_index,
+                        echoed,
+                        body.is_echo_only,
+                        sample.sampling_params.seed,
+                    )
                 )
                 generations.append(sample)
         options = replace(
@@ -122,8 +129,13 @@ class OpenAIApi:
         )
         generations = generation.samples()
         answers = [
-            Answer(index, generation.prompt_token_ids, echoed=body.echoed)
-            for index in range(len(generations))
+            Answer(
+                index,
+                generation.prompt_token_ids,
+                echoed=body.echoed,
+                seed=sample.sampling_params.seed,
+            )
+            for index, sample in enumerate(generations)
         ]
         form = ChatFormat(request_id, model, self._format_options(body, params, len(answers)))
         return await self._respond(request, body, form, answers, generations)
