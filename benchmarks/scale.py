@@ -14,6 +14,7 @@ import json
 import statistics
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -140,10 +141,13 @@ async def _generate_for_ever(
 
 
 async def _counters(client: httpx.AsyncClient) -> dict[str, float]:
-    """Reads the verifier's unlabelled samples."""
-    lines = (await client.get("/metrics")).text.splitlines()
-    samples = (line.split() for line in lines if line.startswith("specgw_") and "{" not in line)
-    return {name.removeprefix("specgw_verifier_"): float(value) for name, value in samples}
+    """Reads the verifier's samples, each summed over its labels."""
+    totals: dict[str, float] = defaultdict(float)
+    for line in (await client.get("/metrics")).text.splitlines():
+        if line.startswith("specgw_verifier_"):
+            name, value = line.rsplit(" ", 1)
+            totals[name.partition("{")[0].removeprefix("specgw_verifier_")] += float(value)
+    return totals
 
 
 def _round_figures(gone: Mapping[str, float], seconds: float, sessions: int) -> dict[str, float]:

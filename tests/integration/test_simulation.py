@@ -15,12 +15,13 @@ CONFIG = {
     "port": 0,
     "speculative_config": {"model": "tiny/draft", "num_speculative_tokens": 4},
 }
-SIMULATION = {"verify_ms": 2.0, "draft_step_ms": 0.2, "rtt_ms": 0.3, "acceptance_rate": 0.9}
+SIMULATION = {"verify_ms": 20.0, "draft_step_ms": 0.1, "rtt_ms": 0.3, "acceptance_rate": 0.9}
 
 
 @pytest.mark.slow
 async def test_a_simulated_stack_answers_the_same_with_and_without_drafts_and_is_labelled() -> None:
-    args = parse_config({**CONFIG, "specgw": {"simulation": SIMULATION}})
+    patient = {"wait_for_slow_drafts": True, "draft_timeout_s": 10}
+    args = parse_config({**CONFIG, "specgw": {"simulation": SIMULATION, "verifier": patient}})
     body = {"prompt": [5, 6, 7], "max_tokens": 60, "temperature": 0, "return_token_ids": True}
     async with (
         embedded_services(args) as (verifier, *_),
