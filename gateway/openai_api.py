@@ -78,6 +78,7 @@ class OpenAIApi:
         self._check_count(len(body.prompts), params.n)
         generations: list[GenerateRequest] = []
         answers: list[Answer] = []
+        prediction = await self._prediction(body)
         for prompt_index, prompt in enumerate(body.prompts):
             generation = self._builder.build(
                 f"{request_id}-{prompt_index}",
@@ -88,6 +89,7 @@ class OpenAIApi:
                 max_draft_tokens=body.num_speculative_tokens,
                 default_max_tokens=DEFAULT_COMPLETION_TOKENS,
                 cache_salt=body.cache_salt or "",
+                prediction=prediction,
             )
             echoed = ""
             if body.echo:
@@ -95,7 +97,9 @@ class OpenAIApi:
             for sample in generation.samples():
                 token_ids = generation.prompt_token_ids
                 answers.append(
-                    Answer(len(answers), token_ids, prompt_index, echoed, body.is_echo_only)
+                    Answer(
+                        len(answers), token_ids, prompt_index, echoed, body.is_echo_only, prediction
+                    )
                 )
                 generations.append(sample)
         options = replace(
@@ -118,15 +122,26 @@ class OpenAIApi:
             params,
             max_draft_tokens=body.num_speculative_tokens,
             cache_salt=body.cache_salt or "",
+            prediction=await self._prediction(body),
             names=FieldNames(prompt="messages"),
         )
         generations = generation.samples()
         answers = [
-            Answer(index, generation.prompt_token_ids, echoed=body.echoed)
+            Answer(
+                index,
+                generation.prompt_token_ids,
+                echoed=body.echoed,
+                prediction=generation.prediction,
+            )
             for index in range(len(generations))
         ]
         form = ChatFormat(request_id, model, self._format_options(body, params, len(answers)))
         return await self._respond(request, body, form, answers, generations)
+
+    async def _prediction(self, body: CompletionRequest | ChatCompletionRequest) -> Sequence[int]:
+        if body.prediction is None:
+            return ()
+        return await self._tokenizer.encode(body.prediction.text, add_special_tokens=False)
 
     async def models(self, request: Request) -> Response:
         cards = [

@@ -17,6 +17,7 @@ from gateway.logprobs_format import (
     prompt_logprobs,
 )
 from specgw.errors import InvalidRequest, ModelNotFound, SpecgwError
+from specgw.lookup.prediction import num_agreed
 from specgw.types import FinishReason, SpeculationStats, TokenLogprobs
 
 Body = dict[str, Any]
@@ -49,6 +50,7 @@ class Answer:
         prompt_index: Number of the prompt; several answers may share it.
         echoed: What the text begins with.
         is_echo_only: Whether that and the prompt are all that is shown.
+        prediction: Token ids of what the client says it may be.
     """
 
     index: int
@@ -56,6 +58,7 @@ class Answer:
     prompt_index: int = 0
     echoed: str = ""
     is_echo_only: bool = False
+    prediction: Sequence[int] = ()
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -187,7 +190,7 @@ class CompletionFormat:
         return body
 
     def _final_usage(self, answers: Sequence[Answer]) -> Body:
-        usage = _usage(answers)
+        usage = _usage(answers) | _prediction_usage(answers)
         num_cached = answers[-1].cached_token_count  # vLLM tells that of the last prompt
         if self._options.with_prompt_details and num_cached is not None:
             usage["prompt_tokens_details"] = {"cached_tokens": num_cached}
@@ -390,6 +393,19 @@ def model_card(
         "root": root,
         "parent": None,
         "max_model_len": max_model_len,
+    }
+
+
+def _prediction_usage(answers: Sequence[Answer]) -> Body:
+    """Returns the part of usage that tells what predictions were worth, if there were any."""
+    if not any(answer.prediction for answer in answers):
+        return {}
+    accepted = sum(num_agreed(answer.prediction, answer.token_ids) for answer in answers)
+    return {
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": sum(len(one.prediction) for one in answers) - accepted,
+        }
     }
 
 

@@ -6,7 +6,7 @@ the output and are not implemented, by name. The caller is `openai_api.py`.
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -76,6 +76,31 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool = False
 
 
+class PredictionPart(BaseModel):
+    """A part of a prediction. Text is the only kind."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["text"]
+    text: str
+
+
+class PredictedContent(BaseModel):
+    """What the answer may turn out to be. Changes the speed, never the answer."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["content"]
+    content: str | list[PredictionPart]
+
+    @property
+    def text(self) -> str:
+        """The whole of it."""
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.text for part in self.content)
+
+
 class _Request(BaseModel):
     """What both generation endpoints share."""
 
@@ -98,6 +123,7 @@ class _Request(BaseModel):
     request_id: str | None = None
     return_token_ids: bool | None = None
     num_speculative_tokens: int | None = None
+    prediction: PredictedContent | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     n: Annotated[int, Field(ge=1)] | None = None

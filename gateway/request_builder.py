@@ -81,6 +81,7 @@ class RequestBuilder:
         max_draft_tokens: int | None = None,
         default_max_tokens: int | None = None,
         cache_salt: str = "",
+        prediction: Sequence[int] = (),
         names: FieldNames = FieldNames(),
     ) -> GenerateRequest:
         """Returns the request with its seed and its number of output tokens.
@@ -97,6 +98,7 @@ class RequestBuilder:
             raise NotReady(f"no verifier was reached yet ({self._router.states})")
         params.check_logprobs(self._max_logprobs)
         _check_token_ids(names.prompt, prompt_token_ids, model)
+        self._check_prediction(prediction, model)
         for name, token_ids in params.token_ids().items():
             _check_token_ids(name, token_ids, model)
         if max_draft_tokens is not None and not 0 <= max_draft_tokens <= self._max_draft_tokens:
@@ -119,7 +121,14 @@ class RequestBuilder:
             params,
             max_draft_tokens=max_draft_tokens,
             cache_salt=cache_salt,
+            prediction=prediction,
         )
+
+    def _check_prediction(self, token_ids: Sequence[int], model: ModelDescription) -> None:
+        _check_token_ids("prediction", token_ids, model)
+        if len(token_ids) > (self.max_model_len or 0):
+            rule = f"must have at most {self.max_model_len} tokens, the model's context length"
+            raise InvalidRequest("prediction", f"{len(token_ids)} tokens", rule)
 
     def _room(self, num_prompt_tokens: int, names: FieldNames) -> int:
         """Returns how many output tokens fit the context, at least one."""

@@ -20,6 +20,7 @@ from gateway.routing import Router
 from gateway.tokenizer import Tokenizer
 from specgw.config import EngineArgs
 from specgw.errors import InvalidRequest, ModelNotFound
+from specgw.lookup.prediction import num_agreed
 from specgw.types import GenerateRequest
 from specgw.v1 import gateway_pb2, gateway_pb2_grpc
 from specgw.wire import (
@@ -68,18 +69,22 @@ class GatewayService(gateway_pb2_grpc.GatewayServiceServicer):
         deadline = self._generator.deadline(context.time_remaining())
         generation = await self._generation(request)
         seed = generation.sampling_params.seed
-        num_output_tokens = 0
+        output_token_ids: list[int] = []
         answer = self._generator.generate(generation, deadline, caller)
         async with ended_by(deadline), aclosing(answer) as outputs:
             async for output in outputs:
-                num_output_tokens += len(output.token_ids)
+                output_token_ids += output.token_ids
                 response = _response(output)
                 if seed is not None:
                     response.seed, seed = seed, None
                 if output.finish_reason is not None:
                     response.finish_reason = output.finish_reason.value
                     response.prompt_token_count = len(generation.prompt_token_ids)
-                    response.output_token_count = num_output_tokens
+                    response.output_token_count = len(output_token_ids)
+                    accepted = num_agreed(generation.prediction, output_token_ids)
+                    response.accepted_prediction_token_count = accepted
+                    rejected = len(generation.prediction) - accepted
+                    response.rejected_prediction_token_count = rejected
                     response.speculation.CopyFrom(speculation_stats_to_pb(output.speculation))
                 await context.write(response)
 
@@ -137,6 +142,7 @@ class GatewayService(gateway_pb2_grpc.GatewayServiceServicer):
                 request.max_draft_tokens if request.HasField("max_draft_tokens") else None
             ),
             default_max_tokens=DEFAULT_COMPLETION_TOKENS,
+            prediction=await self._tokenizer.encode(request.prediction, add_special_tokens=False),
             names=names,
         )
 

@@ -21,6 +21,7 @@ from specgw.errors import SpecgwError
 from specgw.grammar import GrammarMatcher, compiler_for
 from specgw.handshake import build_hello
 from specgw.link import InProcessLink
+from specgw.lookup.prediction import num_agreed
 from specgw.request_output import (
     CompletionOutput,
     Logprobs,
@@ -113,6 +114,7 @@ class LLM:
 
         Args:
             prompts: Text, token ids, or mappings with `prompt` or `prompt_token_ids`; one or many.
+                A mapping may have a `prediction` too, the text that the output may turn out to be.
             sampling_params: For all prompts, or one for each. By default temperature 1, 16 tokens.
 
         Raises:
@@ -140,7 +142,9 @@ class LLM:
         params = self._tokenizer.with_bad_words(params)
         if params.seed is None:
             params = replace(params, seed=self._seeds.getrandbits(63))
-        request = GenerateRequest(uuid.uuid4().hex, token_ids, params)
+        request = GenerateRequest(
+            uuid.uuid4().hex, token_ids, params, prediction=self._prediction(prompt)
+        )
         runner = self._runner
         check_request(request, runner.max_model_len, runner.vocab_size, (), self._max_logprobs)
         return [
@@ -158,6 +162,10 @@ class LLM:
             return text, self._tokenizer.backend.encode(text).ids
         token_ids = prompt["prompt_token_ids"] if isinstance(prompt, Mapping) else prompt
         return None, [int(token_id) for token_id in token_ids]
+
+    def _prediction(self, prompt: Prompt) -> Sequence[int]:
+        text = prompt.get("prediction") if isinstance(prompt, Mapping) else None
+        return self._tokenizer.backend.encode(text, add_special_tokens=False).ids if text else ()
 
     def _submit(self, answer: "_Answer") -> None:
         session_id = next(self._session_ids)
@@ -216,6 +224,11 @@ class _Answer:
             self._finish_reason = text_output.finish_reason.value
         return bool(self._finish_reason)
 
+    @property
+    def num_agreed(self) -> int:
+        """Tokens of the prediction that the sample has where they were expected."""
+        return num_agreed(self.request.prediction, self._token_ids)
+
     def completion(self, index: int) -> CompletionOutput:
         """Returns the whole sample."""
         has_logprobs = self.request.sampling_params.logprobs is not None
@@ -239,6 +252,8 @@ class _Answer:
 
 def _request_output(samples: Sequence[_Answer]) -> RequestOutput:
     first = samples[0]
+    accepted = sum(sample.num_agreed for sample in samples)
+    num_predicted = len(samples) * len(first.request.prediction)
     return RequestOutput(
         first.request_id,
         first.prompt,
@@ -246,6 +261,8 @@ def _request_output(samples: Sequence[_Answer]) -> RequestOutput:
         [sample.completion(index) for index, sample in enumerate(samples)],
         functools.reduce(SpeculationStats.plus, (sample.speculation for sample in samples)),
         first.prompt_logprobs(),
+        accepted_prediction_tokens=accepted,
+        rejected_prediction_tokens=num_predicted - accepted,
     )
 
 

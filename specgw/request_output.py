@@ -36,6 +36,7 @@ class RequestOutput:
     """A prompt and its continuations; `speculation` says what became of the drafts of all.
 
     `prompt_logprobs`, if asked for, begins with None: nothing predicts the first token.
+    Prediction tokens are accepted if an output has them where they were expected.
     """
 
     request_id: str
@@ -45,6 +46,8 @@ class RequestOutput:
     speculation: SpeculationStats
     prompt_logprobs: Sequence[Logprobs | None] | None = None
     finished: bool = True
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
 
 
 def logprobs_by_token(scored: TokenLogprobs, text_of: Callable[[int], str]) -> Logprobs:

@@ -451,6 +451,7 @@ class GenerateRequest:
     proposer_address: str = ""
     max_draft_tokens: int | None = None
     cache_salt: str = ""
+    prediction: Sequence[int] = ()
 
     def samples(self) -> list["GenerateRequest"]:
         """Returns a request for each of the `n` samples of one with a seed; their seeds follow it.

@@ -644,6 +644,7 @@ def generate_request_from_pb(pb: verifier_pb2.GenerateRequest) -> GenerateReques
         proposer_address=pb.proposer_address,
         max_draft_tokens=pb.max_draft_tokens if pb.HasField("max_draft_tokens") else None,
         cache_salt=pb.cache_salt,
+        prediction=token_ids_from_pb(pb.prediction, "prediction"),
     )
 
 
@@ -657,6 +658,7 @@ def generate_request_to_pb(request: GenerateRequest) -> verifier_pb2.GenerateReq
         max_draft_tokens=request.max_draft_tokens,
         structured_outputs=structured_outputs_to_pb(request.sampling_params.structured_outputs),
         cache_salt=request.cache_salt,
+        prediction=token_ids_to_pb(request.prediction) if request.prediction else None,
     )
 
 

@@ -95,6 +95,7 @@ class InlineVerifier:
         *,
         output: Sequence[int] = (),
         max_draft_tokens: int | None = None,
+        prediction: Sequence[int] = (),
     ) -> int:
         """Brings a request; an unseeded one gets its session id for a seed."""
         session_id = len(self.answers) + 1
@@ -105,6 +106,7 @@ class InlineVerifier:
             params,
             output_token_ids=tuple(output),
             max_draft_tokens=max_draft_tokens,
+            prediction=prediction,
         )
         seed = session_id if params.seed is None else params.seed
         grammar = self.grammars.start(request) if self.grammars else None

@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 WORKERS = 2
 LOG_EVERY, SAVE_EVERY = 25, 50
+SAVE_SECONDS = 60.0  # saved as often at least, where steps are long
 
 Batch = tuple[Tensor, ...]  # first dimension: sequences
 Model = TypeVar("Model", bound=nn.Module)
@@ -142,7 +143,8 @@ def train(
     """
     trainer = Trainer(model, schedule)
     first = trainer.resume(checkpoint)
-    started, losses = time.monotonic(), []
+    started = saved = time.monotonic()
+    losses: list[float] = []
     label = f"{checkpoint.stem}, from step {first}"
     with click.progressbar(range(first, schedule.steps), label=label, show_pos=True) as steps:
         for step in steps:
@@ -156,8 +158,10 @@ def train(
                     statistics.mean(losses[-LOG_EVERY:]),
                     (time.monotonic() - started) / (step + 1 - first),
                 )
-            if (step + 1) % SAVE_EVERY == 0 or step + 1 == schedule.steps:
+            is_due = (step + 1) % SAVE_EVERY == 0 or time.monotonic() - saved > SAVE_SECONDS
+            if is_due or step + 1 == schedule.steps:
                 trainer.save(checkpoint, step + 1)
+                saved = time.monotonic()
     trainer.pool.shutdown()
     return losses
 

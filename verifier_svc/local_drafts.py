@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from specgw.config import EngineArgs
+from specgw.lookup import prediction
 from specgw.lookup.match import ContextLookup, Lookup
 from specgw.lookup.method import build_lookup, describe_lookup
 from specgw.types import HelloAck
@@ -73,6 +74,8 @@ class LocalDrafts:
             max_tokens: Most tokens, at least 1.
             is_alone: Whether no proposer will draft; then any match will do.
         """
+        if session.prediction is not None and (predicted := session.prediction.draft(max_tokens)):
+            return LocalDraft(predicted, prediction.METHOD)
         if self._lookup is None:
             return NO_DRAFT
         match = self._context(session, self._lookup).find(max_tokens)

@@ -7,6 +7,7 @@ from specgw.engine.block_hashes import BlockHashes
 from specgw.engine.hidden_rows import HiddenRows
 from specgw.engine.kv_cache import SequenceCache
 from specgw.errors import InvalidRequest
+from specgw.lookup.prediction import Prediction
 from specgw.types import (
     DraftSampling,
     FinishReason,
@@ -71,6 +72,7 @@ class Session:
     context: list[int]
     block_hashes: BlockHashes
     processors: RowProcessors | None = None
+    prediction: Prediction | None = None
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     cache: SequenceCache | None = None
     draft: DraftState = field(default_factory=DraftState)
@@ -150,6 +152,8 @@ class Session:
                 self.context.extend(kept)
                 return kept, FinishReason.STOP, token_id
         self.context.extend(kept)
+        if self.prediction is not None:
+            self.prediction.follow(kept)
         return kept, (None if self.remaining_tokens else FinishReason.LENGTH), None
 
 
@@ -172,6 +176,9 @@ def open_session(
     ignores_eos = params.ignore_eos and params.structured_outputs is None
     if request.max_draft_tokens is not None:
         max_draft_tokens = min(max_draft_tokens, request.max_draft_tokens)
+    prediction = Prediction(request.prediction) if request.prediction else None
+    if prediction is not None:
+        prediction.follow(request.output_token_ids)
     return Session(
         session_id=session_id,
         request=request,
@@ -182,6 +189,7 @@ def open_session(
         context=[*request.prompt_token_ids, *request.output_token_ids],
         block_hashes=BlockHashes(request.cache_salt),
         processors=processors,
+        prediction=prediction,
     )
 
 
@@ -208,10 +216,14 @@ def check_request(
     for name, token_ids in (
         ("prompt_token_ids", request.prompt_token_ids),
         ("output_token_ids", request.output_token_ids),
+        ("prediction", request.prediction),
         *params.token_ids().items(),
     ):
         for outside in (i for i in token_ids if not 0 <= i < vocab_size):
             raise InvalidRequest(name, outside, f"must be in [0, {vocab_size})")
+    if len(request.prediction) > max_model_len:
+        rule = f"must have at most {max_model_len} tokens, the context limit"
+        raise InvalidRequest("prediction", f"{len(request.prediction)} tokens", rule)
     if params.max_tokens is not None and len(request.output_token_ids) >= params.max_tokens:
         rule = f"must be fewer than max_tokens = {params.max_tokens}"
         raise InvalidRequest("output_token_ids", f"{len(request.output_token_ids)} tokens", rule)

@@ -5,9 +5,12 @@ its last tokens are looked for in the prediction, ahead first.
 """
 
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Sequence
 
 from specgw.lookup.ngram import ngram_hashes
+
+METHOD = "prediction"
 
 _SIZES = (4, 2, 1)  # of the n-grams that bring an answer back to its prediction
 _NEAR = 32  # a single token does so only this far ahead
@@ -18,6 +21,7 @@ class Prediction:
 
     def __init__(self, token_ids: Sequence[int]) -> None:
         self._token_ids = token_ids
+        self._newest: deque[int] = deque(maxlen=max(_SIZES))  # tokens of the actual answer
         self._next: int | None = 0  # position of the token that should come now; None if none is
         self._last = 0  # position after the last token that came as predicted
         self._agreed: set[int] = set()  # positions whose token came as predicted
@@ -28,37 +32,32 @@ class Prediction:
         """Tokens of the prediction that the answer had where they were expected."""
         return len(self._agreed)
 
-    def follow(self, context: Sequence[int], start: int) -> None:
-        """Takes note of the answer's tokens from position `start` of the context on."""
-        for position in range(start, len(context)):
-            if self._is_next(context[position]):
-                assert self._next is not None
+    def follow(self, token_ids: Sequence[int]) -> None:
+        """Takes note of the answer's next tokens."""
+        for token_id in token_ids:
+            self._newest.append(token_id)
+            if self._next is not None and self.draft(1) == [token_id]:
                 self._agreed.add(self._next)
-                self._next += 1
-                self._last = self._next
+                self._last = self._next = self._next + 1
             else:
-                self._next = self._find(context, position + 1)
+                self._next = self._find()
 
     def draft(self, max_tokens: int) -> Sequence[int]:
         """Returns up to `max_tokens` tokens that should come now; none while the answer departs."""
         if self._next is None:
-            return ()
-        return self._token_ids[self._next : self._next + max_tokens]
+            return []
+        return list(self._token_ids[self._next : self._next + max_tokens])
 
-    def _is_next(self, token_id: int) -> bool:
-        at = self._next
-        return at is not None and at < len(self._token_ids) and self._token_ids[at] == token_id
+    def _find(self) -> int | None:
+        """Returns the position after what the answer ends with.
 
-    def _find(self, context: Sequence[int], length: int) -> int | None:
-        """Returns the position after what the first `length` tokens of the context end with.
-
-        The nearest one ahead, or else, for the longest n-gram only, the nearest one before.
+        The nearest one ahead, or else, for the longest n-gram only, the last one.
         """
         if not self._ends:
             self._ends = {size: _ends_of(self._token_ids, size) for size in _SIZES}
+        newest = tuple(self._newest)
         for size in _SIZES:
-            ngram = tuple(context[length - size : length]) if length >= size else ()
-            ends = self._ends[size].get(hash(ngram), [])
+            ends = self._ends[size].get(hash(newest[-size:]), []) if len(newest) >= size else []
             ahead = bisect_left(ends, self._last + 1)
             if ahead < len(ends) and (size > 1 or ends[ahead] <= self._last + _NEAR):
                 return ends[ahead]
@@ -70,7 +69,7 @@ class Prediction:
 def num_agreed(prediction: Sequence[int], answer: Sequence[int]) -> int:
     """Returns how many tokens of a prediction a whole answer has where they are expected."""
     followed = Prediction(prediction)
-    followed.follow(answer, 0)
+    followed.follow(answer)
     return followed.num_agreed
 
 

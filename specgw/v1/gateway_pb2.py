@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from specgw.v1 import types_pb2 as specgw_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17specgw/v1/gateway.proto\x12\tspecgw.v1\x1a\x15specgw/v1/types.proto\"\xfe\x02\n\x1dGatewayServiceGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x06prompt\x18\x02 \x01(\tH\x00\x12/\n\x10prompt_token_ids\x18\x03 \x01(\x0b\x32\x13.specgw.v1.TokenIdsH\x00\x12\x32\n\x0fsampling_params\x18\x04 \x01(\x0b\x32\x19.specgw.v1.SamplingParams\x12\x0c\n\x04stop\x18\x05 \x03(\t\x12\x1b\n\x13keep_special_tokens\x18\x06 \x01(\x08\x12\x1d\n\x10max_draft_tokens\x18\x07 \x01(\x05H\x01\x88\x01\x01\x12\x38\n\x12structured_outputs\x18\t \x01(\x0b\x32\x1c.specgw.v1.StructuredOutputs\x12\x11\n\tbad_words\x18\n \x03(\t\x12\"\n\x1ainclude_stop_str_in_output\x18\x0b \x01(\x08\x42\x07\n\x05inputB\x13\n\x11_max_draft_tokens\"\xaa\x03\n\x1eGatewayServiceGenerateResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12&\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x13.specgw.v1.TokenIds\x12\x15\n\rfinish_reason\x18\x03 \x01(\t\x12\x18\n\x0bstop_string\x18\x04 \x01(\tH\x00\x88\x01\x01\x12\x1a\n\rstop_token_id\x18\x05 \x01(\x05H\x01\x88\x01\x01\x12\x1a\n\x12prompt_token_count\x18\x06 \x01(\x05\x12\x1a\n\x12output_token_count\x18\x07 \x01(\x05\x12\x11\n\x04seed\x18\x08 \x01(\x03H\x02\x88\x01\x01\x12\x30\n\x0bspeculation\x18\t \x01(\x0b\x32\x1b.specgw.v1.SpeculationStats\x12*\n\x08logprobs\x18\n \x01(\x0b\x32\x18.specgw.v1.TokenLogprobs\x12\x31\n\x0fprompt_logprobs\x18\x0b \x01(\x0b\x32\x18.specgw.v1.TokenLogprobsB\x0e\n\x0c_stop_stringB\x10\n\x0e_stop_token_idB\x07\n\x05_seed\"\x17\n\x15GetGatewayInfoRequest\"\xdb\x01\n\x16GetGatewayInfoResponse\x12\x1a\n\x12served_model_names\x18\x01 \x03(\t\x12\x31\n\x0ctarget_model\x18\x02 \x01(\x0b\x32\x1b.specgw.v1.ModelDescription\x12\x0e\n\x06method\x18\x03 \x01(\t\x12\x18\n\x10max_draft_tokens\x18\x04 \x01(\x05\x12\x1a\n\x12verifier_addresses\x18\x05 \x03(\t\x12\x15\n\rrunning_count\x18\x06 \x01(\x05\x12\x15\n\rwaiting_count\x18\x07 \x01(\x05\x32\xca\x01\n\x0eGatewayService\x12\x61\n\x08Generate\x12(.specgw.v1.GatewayServiceGenerateRequest\x1a).specgw.v1.GatewayServiceGenerateResponse0\x01\x12U\n\x0eGetGatewayInfo\x12 .specgw.v1.GetGatewayInfoRequest\x1a!.specgw.v1.GetGatewayInfoResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17specgw/v1/gateway.proto\x12\tspecgw.v1\x1a\x15specgw/v1/types.proto\"\x92\x03\n\x1dGatewayServiceGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x06prompt\x18\x02 \x01(\tH\x00\x12/\n\x10prompt_token_ids\x18\x03 \x01(\x0b\x32\x13.specgw.v1.TokenIdsH\x00\x12\x32\n\x0fsampling_params\x18\x04 \x01(\x0b\x32\x19.specgw.v1.SamplingParams\x12\x0c\n\x04stop\x18\x05 \x03(\t\x12\x1b\n\x13keep_special_tokens\x18\x06 \x01(\x08\x12\x1d\n\x10max_draft_tokens\x18\x07 \x01(\x05H\x01\x88\x01\x01\x12\x38\n\x12structured_outputs\x18\t \x01(\x0b\x32\x1c.specgw.v1.StructuredOutputs\x12\x11\n\tbad_words\x18\n \x03(\t\x12\"\n\x1ainclude_stop_str_in_output\x18\x0b \x01(\x08\x12\x12\n\nprediction\x18\x0c \x01(\tB\x07\n\x05inputB\x13\n\x11_max_draft_tokens\"\xfc\x03\n\x1eGatewayServiceGenerateResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12&\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x13.specgw.v1.TokenIds\x12\x15\n\rfinish_reason\x18\x03 \x01(\t\x12\x18\n\x0bstop_string\x18\x04 \x01(\tH\x00\x88\x01\x01\x12\x1a\n\rstop_token_id\x18\x05 \x01(\x05H\x01\x88\x01\x01\x12\x1a\n\x12prompt_token_count\x18\x06 \x01(\x05\x12\x1a\n\x12output_token_count\x18\x07 \x01(\x05\x12\x11\n\x04seed\x18\x08 \x01(\x03H\x02\x88\x01\x01\x12\x30\n\x0bspeculation\x18\t \x01(\x0b\x32\x1b.specgw.v1.SpeculationStats\x12*\n\x08logprobs\x18\n \x01(\x0b\x32\x18.specgw.v1.TokenLogprobs\x12\x31\n\x0fprompt_logprobs\x18\x0b \x01(\x0b\x32\x18.specgw.v1.TokenLogprobs\x12\'\n\x1f\x61\x63\x63\x65pted_prediction_token_count\x18\x0c \x01(\x05\x12\'\n\x1frejected_prediction_token_count\x18\r \x01(\x05\x42\x0e\n\x0c_stop_stringB\x10\n\x0e_stop_token_idB\x07\n\x05_seed\"\x17\n\x15GetGatewayInfoRequest\"\xdb\x01\n\x16GetGatewayInfoResponse\x12\x1a\n\x12served_model_names\x18\x01 \x03(\t\x12\x31\n\x0ctarget_model\x18\x02 \x01(\x0b\x32\x1b.specgw.v1.ModelDescription\x12\x0e\n\x06method\x18\x03 \x01(\t\x12\x18\n\x10max_draft_tokens\x18\x04 \x01(\x05\x12\x1a\n\x12verifier_addresses\x18\x05 \x03(\t\x12\x15\n\rrunning_count\x18\x06 \x01(\x05\x12\x15\n\rwaiting_count\x18\x07 \x01(\x05\x32\xca\x01\n\x0eGatewayService\x12\x61\n\x08Generate\x12(.specgw.v1.GatewayServiceGenerateRequest\x1a).specgw.v1.GatewayServiceGenerateResponse0\x01\x12U\n\x0eGetGatewayInfo\x12 .specgw.v1.GetGatewayInfoRequest\x1a!.specgw.v1.GetGatewayInfoResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,13 +33,13 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'specgw.v1.gateway_pb2', _gl
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_GATEWAYSERVICEGENERATEREQUEST']._serialized_start=62
-  _globals['_GATEWAYSERVICEGENERATEREQUEST']._serialized_end=444
-  _globals['_GATEWAYSERVICEGENERATERESPONSE']._serialized_start=447
-  _globals['_GATEWAYSERVICEGENERATERESPONSE']._serialized_end=873
-  _globals['_GETGATEWAYINFOREQUEST']._serialized_start=875
-  _globals['_GETGATEWAYINFOREQUEST']._serialized_end=898
-  _globals['_GETGATEWAYINFORESPONSE']._serialized_start=901
-  _globals['_GETGATEWAYINFORESPONSE']._serialized_end=1120
-  _globals['_GATEWAYSERVICE']._serialized_start=1123
-  _globals['_GATEWAYSERVICE']._serialized_end=1325
+  _globals['_GATEWAYSERVICEGENERATEREQUEST']._serialized_end=464
+  _globals['_GATEWAYSERVICEGENERATERESPONSE']._serialized_start=467
+  _globals['_GATEWAYSERVICEGENERATERESPONSE']._serialized_end=975
+  _globals['_GETGATEWAYINFOREQUEST']._serialized_start=977
+  _globals['_GETGATEWAYINFOREQUEST']._serialized_end=1000
+  _globals['_GETGATEWAYINFORESPONSE']._serialized_start=1003
+  _globals['_GETGATEWAYINFORESPONSE']._serialized_end=1222
+  _globals['_GATEWAYSERVICE']._serialized_start=1225
+  _globals['_GATEWAYSERVICE']._serialized_end=1427
 # @@protoc_insertion_point(module_scope)

@@ -35,6 +35,7 @@ class GatewayServiceGenerateRequest(_message.Message):
     STRUCTURED_OUTPUTS_FIELD_NUMBER: _builtins.int
     BAD_WORDS_FIELD_NUMBER: _builtins.int
     INCLUDE_STOP_STR_IN_OUTPUT_FIELD_NUMBER: _builtins.int
+    PREDICTION_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Served model name. Empty means the one model served; another is NOT_FOUND."""
     prompt: _builtins.str
@@ -45,6 +46,8 @@ class GatewayServiceGenerateRequest(_message.Message):
     """Most draft tokens per round; 0 switches speculation off. Absent means as configured."""
     include_stop_str_in_output: _builtins.bool
     """Keeps the stop string or stop token that ended the output in the text."""
+    prediction: _builtins.str
+    """What the text may turn out to be, such as the file that it edits. Changes the speed only. Empty means no prediction."""
     @_builtins.property
     def prompt_token_ids(self) -> _types_pb2.TokenIds:
         """Token ids, used as they are."""
@@ -78,10 +81,11 @@ class GatewayServiceGenerateRequest(_message.Message):
         structured_outputs: _types_pb2.StructuredOutputs | None = ...,
         bad_words: _abc.Iterable[_builtins.str] | None = ...,
         include_stop_str_in_output: _builtins.bool = ...,
+        prediction: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens", "input", b"input", "max_draft_tokens", b"max_draft_tokens", "prompt", b"prompt", "prompt_token_ids", b"prompt_token_ids", "sampling_params", b"sampling_params", "structured_outputs", b"structured_outputs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens", "bad_words", b"bad_words", "include_stop_str_in_output", b"include_stop_str_in_output", "input", b"input", "keep_special_tokens", b"keep_special_tokens", "max_draft_tokens", b"max_draft_tokens", "model", b"model", "prompt", b"prompt", "prompt_token_ids", b"prompt_token_ids", "sampling_params", b"sampling_params", "stop", b"stop", "structured_outputs", b"structured_outputs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens", "bad_words", b"bad_words", "include_stop_str_in_output", b"include_stop_str_in_output", "input", b"input", "keep_special_tokens", b"keep_special_tokens", "max_draft_tokens", b"max_draft_tokens", "model", b"model", "prediction", b"prediction", "prompt", b"prompt", "prompt_token_ids", b"prompt_token_ids", "sampling_params", b"sampling_params", "stop", b"stop", "structured_outputs", b"structured_outputs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_draft_tokens: _TypeAlias = _typing.Literal["max_draft_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_draft_tokens: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens"]  # noqa: Y015
@@ -111,6 +115,8 @@ class GatewayServiceGenerateResponse(_message.Message):
     SPECULATION_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    ACCEPTED_PREDICTION_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    REJECTED_PREDICTION_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """Text since the previous response: whole characters only, and nothing that may still turn out to be a stop string."""
     finish_reason: _builtins.str
@@ -125,6 +131,10 @@ class GatewayServiceGenerateResponse(_message.Message):
     """Output tokens delivered. Set in the last response."""
     seed: _builtins.int
     """Seed of the request's random numbers. Set in the first response."""
+    accepted_prediction_token_count: _builtins.int
+    """Tokens of the prediction that the output has where they were expected. Set in the last response."""
+    rejected_prediction_token_count: _builtins.int
+    """Its other tokens. Set in the last response."""
     @_builtins.property
     def token_ids(self) -> _types_pb2.TokenIds:
         """Output tokens since the previous response. May run ahead of the text."""
@@ -155,10 +165,12 @@ class GatewayServiceGenerateResponse(_message.Message):
         speculation: _types_pb2.SpeculationStats | None = ...,
         logprobs: _types_pb2.TokenLogprobs | None = ...,
         prompt_logprobs: _types_pb2.TokenLogprobs | None = ...,
+        accepted_prediction_token_count: _builtins.int = ...,
+        rejected_prediction_token_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "_stop_string", b"_stop_string", "_stop_token_id", b"_stop_token_id", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "seed", b"seed", "speculation", b"speculation", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "_stop_string", b"_stop_string", "_stop_token_id", b"_stop_token_id", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "output_token_count", b"output_token_count", "prompt_logprobs", b"prompt_logprobs", "prompt_token_count", b"prompt_token_count", "seed", b"seed", "speculation", b"speculation", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "_stop_string", b"_stop_string", "_stop_token_id", b"_stop_token_id", "accepted_prediction_token_count", b"accepted_prediction_token_count", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "output_token_count", b"output_token_count", "prompt_logprobs", b"prompt_logprobs", "prompt_token_count", b"prompt_token_count", "rejected_prediction_token_count", b"rejected_prediction_token_count", "seed", b"seed", "speculation", b"speculation", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
     _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015

@@ -57,6 +57,7 @@ class GenerateRequest(_message.Message):
     PROPOSER_ADDRESS_FIELD_NUMBER: _builtins.int
     MAX_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     STRUCTURED_OUTPUTS_FIELD_NUMBER: _builtins.int
+    PREDICTION_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Identifies the request in logs. Not empty; need not be unique."""
@@ -91,6 +92,12 @@ class GenerateRequest(_message.Message):
         that may are as likely as one another. Absent means any text.
         """
 
+    @_builtins.property
+    def prediction(self) -> _types_pb2.TokenIds:
+        """What the output may turn out to be: drafts are taken from it where the output follows it. Changes the speed only. At
+        most as many tokens as the model's context. Absent means no prediction.
+        """
+
     def __init__(
         self,
         *,
@@ -101,11 +108,12 @@ class GenerateRequest(_message.Message):
         proposer_address: _builtins.str = ...,
         max_draft_tokens: _builtins.int | None = ...,
         structured_outputs: _types_pb2.StructuredOutputs | None = ...,
+        prediction: _types_pb2.TokenIds | None = ...,
         cache_salt: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens", "max_draft_tokens", b"max_draft_tokens", "output_token_ids", b"output_token_ids", "prompt_token_ids", b"prompt_token_ids", "sampling_params", b"sampling_params", "structured_outputs", b"structured_outputs"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens", "max_draft_tokens", b"max_draft_tokens", "output_token_ids", b"output_token_ids", "prediction", b"prediction", "prompt_token_ids", b"prompt_token_ids", "sampling_params", b"sampling_params", "structured_outputs", b"structured_outputs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens", "cache_salt", b"cache_salt", "max_draft_tokens", b"max_draft_tokens", "output_token_ids", b"output_token_ids", "prompt_token_ids", b"prompt_token_ids", "proposer_address", b"proposer_address", "request_id", b"request_id", "sampling_params", b"sampling_params", "structured_outputs", b"structured_outputs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens", "cache_salt", b"cache_salt", "max_draft_tokens", b"max_draft_tokens", "output_token_ids", b"output_token_ids", "prediction", b"prediction", "prompt_token_ids", b"prompt_token_ids", "proposer_address", b"proposer_address", "request_id", b"request_id", "sampling_params", b"sampling_params", "structured_outputs", b"structured_outputs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_draft_tokens: _TypeAlias = _typing.Literal["max_draft_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_draft_tokens: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens"]  # noqa: Y015

@@ -8,6 +8,7 @@ from proposer_svc.lookup import LookupDrafter
 from proposer_svc.proposer import ProposerCore
 from specgw.engine.model_runner import ModelRunner
 from specgw.link import InProcessLink
+from specgw.llm import LLM
 from specgw.lookup.match import Lookup
 from specgw.lookup.ngram import NgramLookup
 from specgw.lookup.suffix import SuffixLookup, SuffixSettings
@@ -141,3 +142,63 @@ def test_a_dead_proposer_is_replaced(
     stats = verifier.scheduler.snapshot.speculation
     assert stats.accepted_token_count > 0
     assert UndraftedReason.UNAVAILABLE not in stats.undrafted
+
+
+@pytest.mark.parametrize("sampling", PARAMS)
+@pytest.mark.parametrize("num_draft_tokens", [1, 4, 8])
+@pytest.mark.parametrize("kind", ["right", "edited", "wrong"])
+def test_a_prediction_leaves_output_unchanged(
+    kind: str,
+    num_draft_tokens: int,
+    sampling: str,
+    random_runner: ModelRunner,
+    answers: dict[str, Answers],
+) -> None:
+    verifier = InlineVerifier(random_runner, max_draft_tokens=num_draft_tokens)
+    for prompt, expected in answers[sampling].items():
+        predicted = {
+            "right": expected,
+            "edited": [*expected[:5], 90, 91, *expected[6:]],
+            "wrong": [(token_id + 1) % 97 for token_id in expected],
+        }
+        verifier.submit(prompt, PARAMS[sampling], prediction=predicted[kind])
+
+    verifier.run()
+
+    found = [one.token_ids for one in verifier.answers.values()]
+    assert found == list(answers[sampling].values())
+    stats = verifier.scheduler.snapshot.speculation
+    assert set(verifier.scheduler.snapshot.drafts_by_source) == {"prediction"}
+    if kind == "right":
+        assert stats.accepted_token_count == stats.draft_token_count
+    if kind == "edited":
+        assert stats.accepted_token_count > stats.draft_token_count / 2
+
+
+def test_a_prediction_is_preferred_to_a_proposer(
+    random_runner: ModelRunner, answers: dict[str, Answers]
+) -> None:
+    link = InProcessLink(ScriptedProposer(liar(answers["greedy"], random_runner.vocab_size)))
+    verifier = InlineVerifier(random_runner, [link])
+    [(prompt, expected), *_] = answers["greedy"].items()
+
+    verifier.submit(prompt, prediction=expected)
+    verifier.run()
+
+    assert verifier.answers[1].token_ids == expected
+    assert set(verifier.scheduler.snapshot.drafts_by_source) == {"prediction"}
+
+
+def test_the_offline_interface_takes_predictions() -> None:
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    config = {"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_min": 20}
+    llm = LLM("tiny/target", dtype="float32", speculative_config=config)
+    [plain] = llm.generate("import os\n", params)
+    text = plain.outputs[0].text
+
+    [answer] = llm.generate({"prompt": "import os\n", "prediction": text}, params)
+
+    assert answer.outputs[0].text == text
+    assert answer.accepted_prediction_tokens > 12
+    assert answer.speculation.accepted_token_count > plain.speculation.accepted_token_count
+    assert (plain.accepted_prediction_tokens, plain.rejected_prediction_tokens) == (0, 0)

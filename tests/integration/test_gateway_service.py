@@ -23,6 +23,7 @@ from specgw import wire
 from specgw.channel import open_channel, status_to_error
 from specgw.config import parse_config
 from specgw.errors import DeadlineExceeded, InvalidRequest, NotReady, Overloaded
+from specgw.lookup.prediction import num_agreed
 from specgw.server import HealthService
 from specgw.structured_outputs import StructuredOutputsParams
 from specgw.types import HelloAck, ModelDescription, ProposerStatus
@@ -277,6 +278,70 @@ class TestOpenAI:
 
         assert [one.cache_salt for one in verifier.requests] == ["tenant", ""]
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "cache_salt")
+
+    @pytest.mark.parametrize("stream", [False, True])
+    @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+    @pytest.mark.parametrize("in_parts", [False, True])
+    async def test_a_prediction_reaches_the_verifier_and_is_told_in_usage(
+        self,
+        path: str,
+        stream: bool,
+        in_parts: bool,
+        make_verifier: MakeVerifier,
+        run_gateway: RunGateway,
+        tokenizer: Tokenizer,
+        token_ids: list[int],
+    ) -> None:
+        verifier = make_verifier()
+        words = TEXT.split()
+        text = f"{TEXT} {words[0]}" if not in_parts else TEXT
+        parts = [{"type": "text", "text": one} for one in (TEXT[:4], TEXT[4:])]
+        body: dict[str, Any] = {
+            "prompt": [5],
+            "messages": [{"role": "user", "content": "hello"}],
+            "max_tokens": 60,
+            "prediction": {"type": "content", "content": parts if in_parts else text},
+            "stream": stream,
+        }
+        if stream:
+            body["stream_options"] = {"include_usage": True}
+        predicted = await tokenizer.encode(text, add_special_tokens=False)
+        async with ready(run_gateway, [verifier]) as gateway, http(gateway) as client:
+            answer = await client.post(path, json=body)
+
+        last = [event async for event in events(answer)][-1] if stream else answer.json()
+        details = last["usage"]["completion_tokens_details"]
+        accepted = num_agreed(predicted, token_ids)
+        assert list(verifier.requests[0].prediction) == predicted
+        assert accepted > len(token_ids) / 2
+        assert details == {
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": len(predicted) - accepted,
+        }
+
+    @pytest.mark.parametrize(
+        ("prediction", "field"),
+        [
+            ("text", "prediction"),
+            ({"type": "file", "content": "a"}, "prediction.type"),
+            ({"type": "content"}, "prediction.content"),
+            (
+                {"type": "content", "content": [{"type": "image", "text": "a"}]},
+                "prediction.content.0.type",
+            ),
+            ({"type": "content", "content": "the dog " * 300}, "prediction"),
+        ],
+    )
+    async def test_a_wrong_prediction_is_refused_by_field(
+        self, prediction: Any, field: str, make_verifier: MakeVerifier, run_gateway: RunGateway
+    ) -> None:
+        async with ready(run_gateway, [make_verifier()]) as gateway, http(gateway) as client:
+            body = {"prompt": [5], "prediction": prediction}
+            answer = await client.post("/v1/completions", json=body)
+            without = await client.post("/v1/completions", json={"prompt": [5]})
+
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
+        assert "completion_tokens_details" not in without.json()["usage"]
 
     async def test_several_prompts_give_several_choices_in_order(
         self, make_verifier: MakeVerifier, run_gateway: RunGateway, tokenizer: Tokenizer
@@ -1565,10 +1630,13 @@ class TestGrpc:
         self, make_verifier: MakeVerifier, run_gateway: RunGateway, token_ids: list[int]
     ) -> None:
         request = gateway_pb2.GatewayServiceGenerateRequest(
-            prompt="the dog", sampling_params=types_pb2.SamplingParams(seed=5, max_tokens=60)
+            prompt="the dog",
+            sampling_params=types_pb2.SamplingParams(seed=5, max_tokens=60),
+            prediction=TEXT,
         )
+        verifier = make_verifier()
         async with (
-            ready(run_gateway, [make_verifier()]) as gateway,
+            ready(run_gateway, [verifier]) as gateway,
             open_channel(gateway.grpc_addresses[0]) as channel,
         ):
             stub = gateway_pb2_grpc.GatewayServiceStub(channel)
@@ -1589,6 +1657,12 @@ class TestGrpc:
         assert responses[0].seed == 5
         assert (last.finish_reason, last.output_token_count) == ("length", len(ids))
         assert last.speculation.accepted_token_count > 0
+        accepted, rejected = (
+            last.accepted_prediction_token_count,
+            last.rejected_prediction_token_count,
+        )
+        assert accepted == num_agreed(verifier.requests[0].prediction, ids) > 0
+        assert accepted + rejected == len(verifier.requests[0].prediction)
         assert list(facts.served_model_names) == ["scripted"]
         assert facts.target_model.name == "scripted"
         assert health.status == health_pb2.HealthCheckResponse.SERVING

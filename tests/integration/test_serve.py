@@ -117,6 +117,37 @@ async def test_serve_answers_and_leaves_nothing_behind(config: Sequence[str]) ->
         os.close(child)
 
 
+async def test_a_prediction_makes_the_answer_faster_and_not_another() -> None:
+    async with command("serve", "--port", "0") as serve:
+        url = await serve.logged(r"serving HTTP url=(\S+)")
+        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+            await ready(client)
+            plain = await complete(client, num_speculative_tokens=0)
+            text = plain["choices"][0]["text"]
+            edited = text[:40] + "xyz" + text[43:]
+            answers = {
+                name: await complete(client, prediction={"type": "content", "content": content})
+                for name, content in {"right": text, "edited": edited, "wrong": "}{" * 50}.items()
+            }
+        await serve.end()
+
+    details = {
+        name: answer["usage"]["completion_tokens_details"] for name, answer in answers.items()
+    }
+    stats = {name: one["metrics"]["speculative_decoding"] for name, one in answers.items()}
+    steps = {
+        name: one["num_spec_steps"] + sum(one["num_undrafted_steps"].values())
+        for name, one in stats.items()
+    }
+    assert [answer["choices"][0]["text"] for answer in answers.values()] == [text] * 3
+    assert details["right"]["accepted_prediction_tokens"] > 40
+    assert details["edited"]["accepted_prediction_tokens"] > 20
+    assert details["edited"]["rejected_prediction_tokens"] > 0
+    assert details["wrong"]["accepted_prediction_tokens"] < 5
+    assert steps["right"] <= 12
+    assert steps["right"] <= steps["edited"] < steps["wrong"]
+
+
 @pytest.mark.parametrize("method", ["ngram", "suffix"])
 async def test_serve_without_a_draft_model_starts_no_proposer(method: str) -> None:
     async with command("serve", "--config", f"configs/{method}.yaml", "--port", "0") as serve:

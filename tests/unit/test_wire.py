@@ -169,6 +169,7 @@ generate_requests = st.builds(
     proposer_address=texts,
     max_draft_tokens=st.none() | int32s,
     cache_salt=texts,
+    prediction=token_ids,
 )
 finite = st.floats(-1e9, 0, width=32)
 

@@ -57,8 +57,8 @@ def best_path(
     suffix = list(pattern[-length:])
     paths = [
         list(text[end:])
-        for text in contexts
-        for end in range(length, len(text))
+        for text in reversed(contexts)  # of equally frequent tokens, the latest counts
+        for end in reversed(range(length, len(text)))
         if list(text[end - length : end]) == suffix
     ]
     draft: list[int] = []
