@@ -98,7 +98,13 @@ class OpenAIApi:
                 token_ids = generation.prompt_token_ids
                 answers.append(
                     Answer(
-                        len(answers), token_ids, prompt_index, echoed, body.is_echo_only, prediction
+                        len(answers),
+                        token_ids,
+                        prompt_index,
+                        echoed,
+                        body.is_echo_only,
+                        seed=sample.sampling_params.seed,
+                        prediction=prediction,
                     )
                 )
                 generations.append(sample)
@@ -131,9 +137,10 @@ class OpenAIApi:
                 index,
                 generation.prompt_token_ids,
                 echoed=body.echoed,
+                seed=sample.sampling_params.seed,
                 prediction=generation.prediction,
             )
-            for index in range(len(generations))
+            for index, sample in enumerate(generations)
         ]
         form = ChatFormat(request_id, model, self._format_options(body, params, len(answers)))
         return await self._respond(request, body, form, answers, generations)

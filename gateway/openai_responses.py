@@ -50,6 +50,7 @@ class Answer:
         prompt_index: Number of the prompt; several answers may share it.
         echoed: What the text begins with.
         is_echo_only: Whether that and the prompt are all that is shown.
+        seed: Of its random numbers, whether the client chose it or the gateway did.
         prediction: Token ids of what the client says it may be.
     """
 
@@ -58,6 +59,7 @@ class Answer:
     prompt_index: int = 0
     echoed: str = ""
     is_echo_only: bool = False
+    seed: int | None = None
     prediction: Sequence[int] = ()
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -165,6 +167,8 @@ class CompletionFormat:
             return None
         choice = self._delta(answer, output)
         choice["finish_reason"] = output.finish_reason.value if output.finish_reason else None
+        if is_last:
+            choice["seed"] = answer.seed
         if output.stop_reason is not None:
             choice["stop_reason"] = output.stop_reason
         if self._options.return_token_ids:
@@ -212,6 +216,7 @@ class CompletionFormat:
             "logprobs": self._logprobs(answer, answer.token_ids, answer.logprobs, is_first=True),
             "finish_reason": finish_reason,
             "stop_reason": stop_reason,
+            "seed": answer.seed,
             "token_ids": answer.token_ids if self._options.return_token_ids else None,
             "prompt_logprobs": self._prompt_logprobs(answer),
             "prompt_token_ids": list(answer.prompt_token_ids)
@@ -305,6 +310,7 @@ class ChatFormat(CompletionFormat):
             "logprobs": self._chat_logprobs(answer.logprobs),
             "finish_reason": finish_reason,
             "stop_reason": stop_reason,
+            "seed": answer.seed,
             "token_ids": answer.token_ids if self._options.return_token_ids else None,
         }
 

@@ -46,6 +46,9 @@ def _load() -> dict[str, Callable[..., None]]:
         return {}
     if not library.specgw_is_supported():
         return {}
+    if not all(hasattr(library, name) for name in _SIGNATURES):
+        logger.warning("compiled operators are of another version: install specgw again")
+        return {}
     operators = {name: getattr(library, name) for name in _SIGNATURES}
     for name, operator in operators.items():
         operator.argtypes, operator.restype = _SIGNATURES[name], None

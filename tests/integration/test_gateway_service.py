@@ -372,7 +372,8 @@ class TestOpenAI:
                 answer = await client.post("/v1/completions", json={"prompt": prompt})
                 assert answer.status_code == 200
 
-        assert [list(one.prompt_token_ids) for one in verifier.requests[2:]] == [
+        # Prompts of one request go side by side and may arrive in any order.
+        assert sorted(list(one.prompt_token_ids) for one in verifier.requests[2:]) == [
             [1, 2],
             [1, 2],
             [3],
@@ -651,6 +652,25 @@ class TestSampling:
         }
         expected = (2**63 - 2, 2**63 - 1, -(2**63))
         assert seeds == {(prompt, seed) for prompt in ((5, 6), (7,)) for seed in expected}
+        told = [one.get("seed") for body in bodies for one in body["choices"]]
+        assert sorted(filter(None, told)) == sorted(2 * expected)
+
+    @pytest.mark.parametrize("path", ["completions", "chat/completions"])
+    async def test_a_seed_that_was_drawn_is_told_and_gives_the_answer_again(
+        self, path: str, make_verifier: MakeVerifier, run_gateway: RunGateway
+    ) -> None:
+        verifier = make_verifier()
+        body = (
+            {"prompt": [5, 6]}
+            if path == "completions"
+            else {"messages": [{"role": "user", "content": "x"}]}
+        )
+        async with ready(run_gateway, [verifier]) as gateway, http(gateway) as client:
+            first = (await client.post(f"/v1/{path}", json=body)).json()
+            [seed] = [choice["seed"] for choice in first["choices"]]
+            await client.post(f"/v1/{path}", json={**body, "seed": seed})
+
+        assert [one.sampling_params.seed for one in verifier.requests] == [seed, seed]
 
     async def test_samples_of_a_chat_share_its_prompt(
         self, make_verifier: MakeVerifier, run_gateway: RunGateway
