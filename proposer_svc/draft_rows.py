@@ -127,8 +127,11 @@ class DraftRows:
         num_right = start + sum(1 for _ in agreed)
         self.is_stopped = False
         has_more = len(held) > num_right - start and self.cache.length >= num_right
-        if num_right == len(self.token_ids) and has_more:
-            self._keep_ahead(num_right - start - len(replaced))
+        num_agreed = num_right - start - len(replaced)
+        # A token with a law that the verifier has looked at must not be offered once more.
+        is_unseen = not self.draft_probs or num_agreed > self.num_sent
+        if num_right == len(self.token_ids) and has_more and is_unseen:
+            self._keep_ahead(num_agreed)
             return
         self._drop_draft()
         # The last token is always fed again: the next draft token comes from its logits.

@@ -12,12 +12,11 @@ A greedy request is drafted greedily whatever the method.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from proposer_svc.session_table import Session
-from specgw.engine.laws import Laws, block_maxima, first_maximum
-from specgw.engine.rng import Stream
+from specgw.engine.laws import Laws, block_maxima, first_maximum, laws_of
+from specgw.engine.rng import Keys, Stream
 from specgw.engine.sampling import RowSampling, build_keys, build_laws, sample
 from specgw.types import AcceptanceRule, TokenProbs
 
@@ -65,15 +64,27 @@ class DraftSampler:
 
     def _draw(self, logits: Tensor, rows: Sequence[RowSampling]) -> list[DraftToken]:
         """Draws from the laws as they are sent, so that both sides mean the same numbers."""
-        ids, probs = build_laws(logits, rows).largest(self._max_support)  # [num_rows, support]
-        drawn = _law_of(probs).draw(build_keys(Stream.DRAFT, rows, logits.device))
-        token_ids = ids.gather(1, drawn.unsqueeze(1)).squeeze(1).tolist()
+        keys = build_keys(Stream.DRAFT, rows, logits.device)
+        ids, probs, drawn = draw_from_largest(build_laws(logits, rows), self._max_support, keys)
+        token_ids = drawn.tolist()
         has_probs = (probs > 0).cpu().numpy()
         laws = zip(ids.int().cpu().numpy(), probs.cpu().numpy(), has_probs, strict=True)
         return [
             DraftToken(token_id, TokenProbs(support[kept], weights[kept]))
             for token_id, (support, weights, kept) in zip(token_ids, laws, strict=True)
         ]
+
+
+def draw_from_largest(laws: Laws, count: int, keys: Keys) -> tuple[Tensor, Tensor, Tensor]:
+    """Cuts each law to its most probable ids and draws from what is left.
+
+    Returns:
+        The ids, their probabilities in float32, both [num_rows, at most count], and the ids drawn
+        with exactly these, [num_rows].
+    """
+    ids, probs = laws.largest(count)
+    drawn = laws_of(probs).draw(keys)
+    return ids, probs, ids.gather(1, drawn.unsqueeze(1)).squeeze(1)
 
 
 def row_sampling(session: Session, num_drafted: int) -> RowSampling:
@@ -91,10 +102,3 @@ def row_sampling(session: Session, num_drafted: int) -> RowSampling:
         position=length + num_drafted,
         round=length,
     )
-
-
-def _law_of(probs: Tensor) -> Laws:
-    """Returns the laws that have these probabilities, [num_rows, support]."""
-    logits = probs.log()
-    ones = torch.ones(len(probs), dtype=torch.float64, device=probs.device)
-    return Laws(logits, block_maxima(logits), torch.full_like(logits[:, 0], -torch.inf), ones)

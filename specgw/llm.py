@@ -35,6 +35,7 @@ from specgw.types import (
     SpeculationStats,
     TokenLogprobs,
 )
+from verifier_svc.acceptance import build_acceptance
 from verifier_svc.custom_processors import load_processors
 from verifier_svc.draft_length import build_draft_length
 from verifier_svc.drafting import Drafting
@@ -79,7 +80,9 @@ class LLM:
         )
         self._scheduler = Scheduler(
             Verifier(
-                self._runner, load_processors(settings.logits_processors, self._runner.vocab_size)
+                self._runner,
+                load_processors(settings.logits_processors, self._runner.vocab_size),
+                build_acceptance(args.speculative_config),
             ),
             drafting,
             SchedulerLimits(

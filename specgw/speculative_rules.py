@@ -12,6 +12,7 @@ from specgw.config_rules import Rule
 
 NGRAM_METHODS = ("ngram", "ngram_gpu")
 ALWAYS_PARALLEL_METHODS = ("dflash", "dspark")
+_WITHOUT_LAW = (*NGRAM_METHODS, "suffix")
 _MAY_BE_PARALLEL = ("draft_model", "eagle", "eagle3", *ALWAYS_PARALLEL_METHODS)
 
 
@@ -157,6 +158,17 @@ _METHODS = (
         "draft_sample_method",
         lambda c: not c.use_heterogeneous_vocab or c.draft_sample_method != "probabilistic",
         "must not be probabilistic with use_heterogeneous_vocab",
+    ),
+    Rule(
+        "rejection_sample_method",
+        lambda c: c.rejection_sample_method != "block" or c.draft_sample_method == "probabilistic",
+        "block goes only with draft_sample_method probabilistic: it needs the drafts' laws, "
+        "got {c.draft_sample_method}",
+    ),
+    Rule(
+        "draft_sample_method",
+        lambda c: c.draft_sample_method != "probabilistic" or c.method not in _WITHOUT_LAW,
+        "must not be probabilistic with method {c.method}, whose drafts are not drawn from a law",
     ),
     Rule(
         "heterogeneous_vocab_method",

@@ -36,13 +36,6 @@ SUPPORTED = (
         "draft_model, ngram and suffix",
     ),
     Supported(
-        f"{_IN}.draft_sample_method",
-        ("greedy", "coupled"),
-        "{value} drafts",
-        "greedy and coupled drafts",
-    ),
-    Supported(f"{_IN}.rejection_sample_method", ("standard",), "{value} verification", "standard"),
-    Supported(
         f"{_IN}.draft_tensor_parallel_size", (None, 1), "{value} GPUs for a draft model", "1"
     ),
     Supported(f"{_IN}.quantization", (None, "int8"), "{value} weights", "plain weights and int8"),

@@ -112,6 +112,14 @@ DIFFERENCES = (
         "A method's own checks come with the method.",
     ),
     Difference(
+        "drafts-without-law",
+        "Accepts `block` with greedy drafts, and `probabilistic` with lookup methods, and tests "
+        "such drafts as certain ones.",
+        "Refuses both.",
+        "Nothing degrades in silence: block verification and the ratio test need the law that a "
+        "draft was drawn from.",
+    ),
+    Difference(
         "safetensors",
         "Accepts pickled weights.",
         "Refuses them.",

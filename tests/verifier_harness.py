@@ -17,6 +17,7 @@ from specgw.types import (
     SpeculationStats,
     TokenLogprobs,
 )
+from verifier_svc.acceptance import Acceptance
 from verifier_svc.custom_processors import CustomLogitsProcessor
 from verifier_svc.drafting import Drafting
 from verifier_svc.local_drafts import LocalDrafts
@@ -62,6 +63,7 @@ class InlineVerifier:
         wait_for_slow_drafts: bool = True,
         draft_timeout_s: float = 10.0,
         custom_processors: Sequence[CustomLogitsProcessor] = (),
+        acceptance: Acceptance | None = None,
         grammars: GrammarCompiler | None = None,
         local: LocalDrafts | None = None,
     ) -> None:
@@ -72,7 +74,7 @@ class InlineVerifier:
             links, runner.vocab_size, draft_timeout_s, wait_for_slow_drafts, local=local
         )
         self.scheduler = Scheduler(
-            Verifier(runner, custom_processors),
+            Verifier(runner, custom_processors, acceptance),
             self.drafting,
             SchedulerLimits(
                 max_num_seqs,

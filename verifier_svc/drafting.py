@@ -21,14 +21,17 @@ from dataclasses import dataclass, field
 from specgw.hidden import MAX_COMMIT_BYTES
 from specgw.link import ProposerLink
 from specgw.types import (
+    AcceptanceRule,
     Commit,
     DraftBlock,
     HelloAck,
     OpenSession,
     ProposerStatus,
     ProposeStep,
+    TokenProbs,
     UndraftedReason,
 )
+from verifier_svc.draft_laws import are_laws
 from verifier_svc.draft_length import DraftLength, ProposerHistory
 from verifier_svc.local_drafts import ADDRESS, LocalDrafts
 from verifier_svc.session import Session
@@ -240,6 +243,7 @@ class Drafting:
             self._refused(peer, session, block.reason, now)
         elif block.base_length == len(session.context):
             draft.token_ids = self._usable(block.token_ids[: draft.asked_tokens])
+            draft.probs = self._usable_probs(block, draft.token_ids)
             draft.source, draft.reason = PROPOSER, UndraftedReason.EMPTY
             if not draft.token_ids:
                 self._draft_locally(session, is_alone=True)
@@ -404,6 +408,13 @@ class Drafting:
         session.draft.reason = reason
         session.draft.retry_at = now + _RETRY_AFTER_S.get(reason, _RETRY_S)
         self._draft_locally(session, is_alone=True)
+
+    def _usable_probs(self, block: DraftBlock, token_ids: Sequence[int]) -> Sequence[TokenProbs]:
+        """Returns the laws of a block's usable tokens; none if the block is to test as one-hot."""
+        laws = block.draft_probs[: len(token_ids)]
+        if block.rule is not AcceptanceRule.PROBS or not token_ids:
+            return ()
+        return laws if are_laws(token_ids, laws, self._vocab_size) else ()
 
     def _usable(self, token_ids: Sequence[int]) -> Sequence[int]:
         """Returns the leading tokens that are ids of the target's."""

@@ -280,7 +280,7 @@ class Scheduler:
                 rows.cache.reserve(rows.cache.length + rows.num_rows)
             except OutOfBlocks:
                 if rows.draft_token_ids:
-                    rows = replace(rows, draft_token_ids=())
+                    rows = replace(rows, draft_token_ids=(), draft_probs=())
                     continue
                 youngest = self._running[-1]
                 self._preempt(youngest)
@@ -295,12 +295,14 @@ class Scheduler:
         first = session.cache.length
         missing = session.context[first : first + budget]
         is_complete = first + len(missing) == len(session.context)
-        draft = session.draft.take() if is_complete else ()
+        draft, draft_probs = session.draft.take() if is_complete else ((), ())
+        num_drafts = min(max_drafts, budget - len(missing))
         return VerifyRows(
             cache=session.cache,
             context_length=len(session.context),
             missing_token_ids=missing,
-            draft_token_ids=draft[: min(max_drafts, budget - len(missing))],
+            draft_token_ids=draft[:num_drafts],
+            draft_probs=draft_probs[:num_drafts],
             is_complete=is_complete,
             sampling_params=session.request.sampling_params,
             seed=session.seed,

@@ -27,6 +27,7 @@ from specgw.link import ProposerLink
 from specgw.telemetry import tell_simulation
 from specgw.types import GenerateOutput, VerifierInfo
 from specgw.v1 import verifier_pb2, verifier_pb2_grpc
+from verifier_svc.acceptance import build_acceptance
 from verifier_svc.custom_processors import load_processors
 from verifier_svc.draft_length import build_draft_length
 from verifier_svc.drafting import Drafting
@@ -79,7 +80,11 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
         )
         self._proposers = drafting.addresses
         self._scheduler = Scheduler(
-            Verifier(runner, load_processors(settings.logits_processors, runner.vocab_size)),
+            Verifier(
+                runner,
+                load_processors(settings.logits_processors, runner.vocab_size),
+                build_acceptance(args.speculative_config),
+            ),
             drafting,
             SchedulerLimits(
                 args.max_num_seqs,

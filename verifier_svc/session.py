@@ -14,6 +14,7 @@ from specgw.types import (
     GenerateRequest,
     SpeculationStats,
     TokenLogprobs,
+    TokenProbs,
     UndraftedReason,
 )
 from verifier_svc.draft_length import SessionHistory
@@ -38,6 +39,7 @@ class DraftState:
     deadline: float | None = None
     retry_at: float = 0.0
     token_ids: Sequence[int] = ()
+    probs: Sequence[TokenProbs] = ()  # the laws of `token_ids`, if they are known
     source: str = ""  # of the newest block
     reason: UndraftedReason = UndraftedReason.UNAVAILABLE
     hidden: HiddenRows = field(default_factory=HiddenRows)  # for a proposer that needs them
@@ -49,14 +51,15 @@ class DraftState:
         self.asked_length = None
         self.deadline = None
         self.is_first = True
-        self.token_ids = ()
+        self.token_ids, self.probs = (), ()
         self.hidden.clear()
 
-    def take(self) -> Sequence[int]:
+    def take(self) -> tuple[Sequence[int], Sequence[TokenProbs]]:
         """Returns the block that has arrived, if any, and forgets it. The session waits no more."""
-        token_ids, self.token_ids = self.token_ids, ()
+        taken = self.token_ids, self.probs
+        self.token_ids, self.probs = (), ()
         self.deadline = None
-        return token_ids
+        return taken
 
 
 @dataclass(slots=True, eq=False)

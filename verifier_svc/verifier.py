@@ -6,7 +6,6 @@ Knows nothing of sessions' lives, proposers or clocks: caches and tokens in, out
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 
 import torch
 from torch import Tensor
@@ -14,13 +13,14 @@ from torch import Tensor
 from specgw.engine.kv_cache import SequenceCache
 from specgw.engine.logprobs import token_logprobs
 from specgw.engine.model_runner import ModelRunner, SequenceChunk
-from specgw.engine.sampling import RowSampling, sample
+from specgw.engine.sampling import RowSampling
 from specgw.errors import SpecgwError
 from specgw.grammar import GrammarMatcher
-from specgw.types import GenerateRequest, SamplingParams, TokenLogprobs
+from specgw.types import GenerateRequest, SamplingParams, TokenLogprobs, TokenProbs
+from verifier_svc.acceptance import Acceptance
+from verifier_svc.block_test import Block, BlockTest, Outcome
 from verifier_svc.custom_processors import CustomLogitsProcessor
 from verifier_svc.logits_processors import RowProcessors, build_processors
-from verifier_svc.rejection_sampler import count_matching
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +41,7 @@ class VerifyRows:
     seed: int
     processors: RowProcessors | None = None
     scored_token_ids: Sequence[int] = ()
+    draft_probs: Sequence[TokenProbs] = ()  # laws of all draft tokens, or of none
     wants_hidden: bool = False
 
     @property
@@ -80,9 +81,14 @@ class Verifier:
     """The target model and the rule by which it accepts drafts."""
 
     def __init__(
-        self, runner: ModelRunner, custom_processors: Sequence[CustomLogitsProcessor] = ()
+        self,
+        runner: ModelRunner,
+        custom_processors: Sequence[CustomLogitsProcessor] = (),
+        acceptance: Acceptance | None = None,
     ) -> None:
+        """Takes a loaded model; without a rule, all drafts are tested by the one-hot rule."""
         self.runner = runner
+        self._block_test = BlockTest(acceptance or Acceptance())
         self.forward_s = 0.0  # of the last pass; on a GPU, until it is under way
         self._custom_processors = custom_processors
 
@@ -111,11 +117,8 @@ class Verifier:
         if any(rows.scored_token_ids for rows in batch):
             logits = torch.cat(raw)  # [sum of num_verified, vocab_size]
         logits, errors = _processed(logits, batch)
-        draws = iter(sample(logits, [row for rows in batch for row in _sampling(rows)]))
-        results = [
-            _accept(rows, list(islice(draws, rows.num_verified)), error)
-            for rows, error in zip(batch, errors, strict=True)
-        ]
+        outcomes = self._block_test.verify([_block(rows) for rows in batch], logits)
+        results = list(map(_settle, batch, outcomes, errors))
         results = list(map(_with_logprobs, batch, results, scored, raw))
         return results if hidden is None else _with_hidden(batch, results, hidden)
 
@@ -169,10 +172,9 @@ def _process(
             return
 
 
-def _sampling(rows: VerifyRows) -> list[RowSampling]:
-    """Returns how the target's token of each row is chosen."""
+def _block(rows: VerifyRows) -> Block:
     params = rows.sampling_params
-    return [
+    sampling = [
         RowSampling(
             temperature=params.temperature,
             top_p=params.top_p,
@@ -183,17 +185,18 @@ def _sampling(rows: VerifyRows) -> list[RowSampling]:
         )
         for offset in range(rows.num_verified)
     ]
+    return Block(rows.draft_token_ids, rows.draft_probs, sampling, rows.processors is not None)
 
 
-def _accept(rows: VerifyRows, draws: Sequence[int], error: SpecgwError | None) -> Verified:
+def _settle(rows: VerifyRows, outcome: Outcome, error: SpecgwError | None) -> Verified:
+    """Commits what was accepted to the cache and the processors."""
     if not rows.is_complete or error is not None:
         return Verified((), 0, error=error)
-    num_accepted = count_matching(rows.draft_token_ids, draws)
-    output = draws[: num_accepted + 1]
-    rows.cache.truncate(rows.context_length + num_accepted)
+    output = (*rows.draft_token_ids[: outcome.num_accepted], outcome.token_id)
+    rows.cache.truncate(rows.context_length + outcome.num_accepted)
     if rows.processors is not None:
         rows.processors.commit(output)
-    return Verified(output, num_accepted)
+    return Verified(output, outcome.num_accepted)
 
 
 def _with_logprobs(

@@ -73,14 +73,16 @@ class Laws:
         logits, at = logits.float().topk(min(count, self.logits.shape[1]), dim=1)
         return ids.gather(1, at), self._scaled(logits).softmax(dim=1).float()
 
-    def log_normalizers(self) -> Tensor:
-        """Returns log sum exp(logits / temperature) over the ids kept, float64 [num_rows]."""
-        return self._kept().logsumexp(dim=1).double()
-
-    def probs_of(self, token_ids: Tensor, log_normalizers: Tensor) -> Tensor:
-        """Returns the probabilities of some ids, float64; both [num_rows, num_ids]."""
-        scores = self._scaled(self.logits.gather(1, token_ids))
-        return (scores - log_normalizers.unsqueeze(1)).exp()
+    def probs_of(
+        self,
+        rows: Tensor,  # [num]
+        token_ids: Tensor,  # [num, num_ids]
+    ) -> Tensor:
+        """Returns the probabilities of some ids in each of some rows, float64 [num, num_ids]."""
+        log_normalizers = self._kept().logsumexp(dim=1).double()  # [num_rows]
+        logits = self.logits[rows.unsqueeze(1), token_ids]
+        scores = _scaled(logits, self.floors[rows], self.temperatures[rows])
+        return (scores - log_normalizers[rows].unsqueeze(1)).exp()
 
     def _likely(self) -> tuple[Tensor, Tensor]:
         """Returns rows and ids of the largest logits of some blocks; all of them are kept."""
@@ -116,8 +118,14 @@ class Laws:
 
     def _scaled(self, logits: Tensor) -> Tensor:
         """Returns logits / temperature, -inf for what is not kept; float64 [num_rows, n]."""
-        scores = logits.double() / self.temperatures.unsqueeze(1)
-        return scores.masked_fill_(logits.float() < self.floors.unsqueeze(1), -torch.inf)
+        return _scaled(logits, self.floors, self.temperatures)
+
+
+def laws_of(weights: Tensor) -> Laws:
+    """Returns the laws with probabilities in proportion to weights, [num_rows, vocab_size]."""
+    logits = weights.log()
+    ones = torch.ones(len(weights), dtype=torch.float64, device=weights.device)
+    return Laws(logits, block_maxima(logits), torch.full_like(logits[:, 0], -torch.inf), ones)
 
 
 def block_maxima(logits: Tensor) -> Tensor:
@@ -150,6 +158,12 @@ def _block_logits(logits: Tensor, rows: Tensor, blocks: Tensor) -> tuple[Tensor,
         return logits[rows.unsqueeze(1), ids], ids
     values = logits[rows.unsqueeze(1), ids.clamp(max=vocab_size - 1)]
     return values.masked_fill_(ids >= vocab_size, -torch.inf), ids
+
+
+def _scaled(logits: Tensor, floors: Tensor, temperatures: Tensor) -> Tensor:
+    """Returns logits / temperature, -inf for what is not kept; float64 [num_rows, n]."""
+    scores = logits.double() / temperatures.unsqueeze(1)
+    return scores.masked_fill_(logits.float() < floors.unsqueeze(1), -torch.inf)
 
 
 def _largest(scores: Tensor, rows: Tensor, num_rows: int) -> Tensor:
