@@ -106,7 +106,7 @@ async def test_a_slow_proposer_leaves_greedy_output_unchanged(
     if wait:
         assert stats.accepted_token_count == stats.draft_token_count > 0
     else:  # 20 ms for a block that saves a fraction of that
-        assert stats.undrafted[UndraftedReason.UNAVAILABLE] > 5
+        assert stats.undrafted[UndraftedReason.NO_GAIN] > 5
 
 
 async def test_a_proposer_that_is_not_there_leaves_greedy_output_unchanged(
