@@ -71,7 +71,12 @@ class InlineVerifier:
         self.grammars = grammars
         self.answers: dict[int, Answer] = {}
         self.drafting = Drafting(
-            links, runner.vocab_size, draft_timeout_s, wait_for_slow_drafts, local=local
+            links,
+            runner.vocab_size,
+            draft_timeout_s,
+            wait_for_slow_drafts,
+            local=local,
+            uses_draft_probs=acceptance is not None and acceptance.uses_draft_probs,
         )
         self.scheduler = Scheduler(
             Verifier(runner, custom_processors, acceptance),

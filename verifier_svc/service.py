@@ -69,6 +69,7 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
             grammars or compiler_for(args.tokenizer_path, runner.vocab_size, runner.eos_token_ids)
         )
         self._outputs: dict[int, _Outputs] = {}
+        acceptance = build_acceptance(args.speculative_config)
         drafting = Drafting(
             links,
             runner.vocab_size,
@@ -77,13 +78,14 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
             on_answer=metrics.observe_answer,
             length=build_draft_length(args),
             local=build_local_drafts(args, runner.max_model_len),
+            uses_draft_probs=acceptance.uses_draft_probs,
         )
         self._proposers = drafting.addresses
         self._scheduler = Scheduler(
             Verifier(
                 runner,
                 load_processors(settings.logits_processors, runner.vocab_size),
-                build_acceptance(args.speculative_config),
+                acceptance,
             ),
             drafting,
             SchedulerLimits(
