@@ -21,7 +21,7 @@ from specgw.errors import SpecgwError
 from specgw.grammar import GrammarMatcher, compiler_for
 from specgw.handshake import build_hello
 from specgw.link import InProcessLink
-from specgw.lookup.prediction import num_agreed
+from specgw.lookup.prediction import Prediction, num_agreed
 from specgw.request_output import (
     CompletionOutput,
     Logprobs,
@@ -177,7 +177,8 @@ class LLM:
         seed = answer.request.sampling_params.seed
         assert seed is not None
         self._answers[session_id] = answer
-        self._scheduler.inbox.submit(session_id, answer.request, seed, answer.grammar)
+        prediction = Prediction.of(answer.request)
+        self._scheduler.inbox.submit(session_id, answer.request, seed, answer.grammar, prediction)
 
     def _deliver(self, outputs: Sequence[tuple[int, GenerateOutput | SpecgwError]]) -> None:
         for session_id, output in outputs:

@@ -24,6 +24,7 @@ from specgw.grammar import GrammarCompiler, compiler_for
 from specgw.grammar_worker import GrammarWorker
 from specgw.handshake import build_hello
 from specgw.link import ProposerLink
+from specgw.lookup.prediction import Prediction
 from specgw.telemetry import tell_simulation
 from specgw.types import GenerateOutput, VerifierInfo
 from specgw.v1 import verifier_pb2, verifier_pb2_grpc
@@ -149,9 +150,12 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
         if seed is None:
             seed = self._seeds.getrandbits(63)
         grammar = await self._grammars.start(generate_request)
+        prediction = None
+        if generate_request.prediction:
+            prediction = await asyncio.to_thread(Prediction.of, generate_request)
         session_id = next(self._session_ids)
         outputs = self._outputs[session_id] = _Outputs()
-        self._scheduler.inbox.submit(session_id, generate_request, seed, grammar)
+        self._scheduler.inbox.submit(session_id, generate_request, seed, grammar, prediction)
         try:
             while True:
                 output = await outputs.get()

@@ -22,7 +22,7 @@ from specgw.types import (
     UndraftedReason,
 )
 from tests.scripted_proposers import SCRIPTED_MODEL
-from verifier_svc import drafting as drafting_module
+from verifier_svc.draft_laws import are_laws
 from verifier_svc.drafting import Drafting
 from verifier_svc.session import Session, open_session
 
@@ -361,13 +361,12 @@ def test_laws_are_checked_only_where_they_are_used(
     uses_draft_probs: bool, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checked: list[Sequence[int]] = []
-    are_laws = drafting_module.are_laws
 
     def count(token_ids: Sequence[int], laws: Sequence[TokenProbs], vocab_size: int) -> bool:
         checked.append(token_ids)
         return are_laws(token_ids, laws, vocab_size)
 
-    monkeypatch.setattr(drafting_module, "are_laws", count)
+    monkeypatch.setattr("verifier_svc.drafting.are_laws", count)
     drafting = Drafting([RecordingLink("one")], 50, TIMEOUT_S, uses_draft_probs=uses_draft_probs)
     drafting.link_up("one", ack())
     session = new_session(1)
