@@ -292,7 +292,8 @@ class Drafting:
         self._on_answer(answer_s, block.draft_s)
         if session.draft.is_first:
             return
-        peer.history.cost.observe(session.draft.asked_tokens, answer_s)
+        if block.token_ids:  # a refusal takes no drafting
+            peer.history.cost.observe(session.draft.asked_tokens, answer_s)
         saves_s = math.inf
         if self.step_s is not None and not self.length.is_adaptive:
             saves_s = session.draft.asked_tokens * self.step_s
@@ -313,7 +314,7 @@ class Drafting:
         if not token_ids:
             return False
         num_tokens = self.length.choose(len(token_ids), session.local_history, self._local_history)
-        draft.token_ids, draft.source = token_ids[:num_tokens], found.source
+        draft.token_ids, draft.probs, draft.source = token_ids[:num_tokens], (), found.source
         draft.reason = UndraftedReason.EMPTY if num_tokens else UndraftedReason.NO_GAIN
         return num_tokens > 0
 
