@@ -53,7 +53,8 @@ def main(draft_tokens: int, num_prompts: int, max_tokens: int, supports: Sequenc
     print("| laws of at most | chance that a token is accepted |\n|---|---|")
     for support, found in zip(supports, acceptance_by_support(prompts, supports), strict=True):
         print(f"| {support} | {found} |", flush=True)
-    print("\n| drafts | test | accepted per round |\n|---|---|---|")
+    print("\n| drafts | test | accepted per round | more than the line before |\n|---|---|---|---|")
+    before = None
     for draft_sample_method, test in RULES:
         drafting = {
             "model": DRAFT,
@@ -61,15 +62,16 @@ def main(draft_tokens: int, num_prompts: int, max_tokens: int, supports: Sequenc
             "draft_sample_method": draft_sample_method,
             "rejection_sample_method": test,
         }
-        print(
-            f"| `{draft_sample_method}` | `{test}` | {measure(drafting, prompts, max_tokens)} |",
-            flush=True,
-        )
+        stats = measure(drafting, prompts, max_tokens)
+        more = "" if before is None else difference(stats, before)
+        found = accepted_per_round(stats)
+        print(f"| `{draft_sample_method}` | `{test}` | {found} | {more} |", flush=True)
+        before = stats
 
 
 def measure(
     drafting: dict[str, object], prompts: Sequence[Sequence[int]], max_tokens: int
-) -> Estimate:
+) -> list[SpeculationStats]:
     """Answers all prompts with a speculative configuration."""
     settings = {"verifier": {"draft_length": "fixed"}}
     llm = LLM(TARGET, dtype="float32", speculative_config=drafting, specgw=settings)
@@ -77,7 +79,7 @@ def measure(
         SamplingParams(temperature=1, seed=seed, max_tokens=max_tokens, ignore_eos=True)
         for seed in range(len(prompts))
     ]
-    return accepted_per_round([answer.speculation for answer in llm.generate(prompts, params)])
+    return [answer.speculation for answer in llm.generate(prompts, params)]
 
 
 def accepted_per_round(stats: Sequence[SpeculationStats]) -> Estimate:
@@ -85,10 +87,32 @@ def accepted_per_round(stats: Sequence[SpeculationStats]) -> Estimate:
 
     Answers are independent of one another, at least two; rounds of one answer are not.
     """
+    mean, deviations = _ratio(stats)
+    return Estimate(mean, _error(deviations))
+
+
+def difference(stats: Sequence[SpeculationStats], others: Sequence[SpeculationStats]) -> Estimate:
+    """Returns how many more are accepted per round than by another rule for the same prompts.
+
+    What makes a prompt easy does so for both: the error is less than that of two means.
+    """
+    mean, deviations = _ratio(stats)
+    other, other_deviations = _ratio(others)
+    pairs = zip(deviations, other_deviations, strict=True)
+    return Estimate(mean - other, _error([one - less for one, less in pairs]))
+
+
+def _ratio(stats: Sequence[SpeculationStats]) -> tuple[float, list[float]]:
+    """Returns accepted tokens by rounds, and each answer's part in the deviation of that."""
     rounds = sum(one.draft_count for one in stats)
     mean = sum(one.accepted_token_count for one in stats) / rounds
-    squares = sum((one.accepted_token_count - mean * one.draft_count) ** 2 for one in stats)
-    return Estimate(mean, math.sqrt(squares * len(stats) / (len(stats) - 1)) / rounds)
+    parts = [(one.accepted_token_count - mean * one.draft_count) / rounds for one in stats]
+    return mean, parts
+
+
+def _error(deviations: Sequence[float]) -> float:
+    count = len(deviations)
+    return math.sqrt(sum(one**2 for one in deviations) * count / (count - 1))
 
 
 def acceptance_by_support(

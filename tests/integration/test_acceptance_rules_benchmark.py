@@ -3,7 +3,13 @@
 import pytest
 from click.testing import CliRunner
 
-from benchmarks.acceptance_rules import RULES, acceptance_by_support, accepted_per_round, main
+from benchmarks.acceptance_rules import (
+    RULES,
+    acceptance_by_support,
+    accepted_per_round,
+    difference,
+    main,
+)
 from specgw.types import SpeculationStats
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("single_thread")]
@@ -34,3 +40,12 @@ def test_the_error_is_that_of_a_ratio_of_sums() -> None:
 
     assert found.mean == 1
     assert found.error == pytest.approx((8 * 3 / 2) ** 0.5 / 6)
+
+
+def test_a_difference_is_free_of_what_both_rules_have_in_common() -> None:
+    some = [SpeculationStats(draft_count=2, accepted_token_count=n) for n in (2, 4, 0)]
+    more = [SpeculationStats(draft_count=2, accepted_token_count=n + 1) for n in (2, 4, 0)]
+
+    found = difference(more, some)
+
+    assert (found.mean, found.error) == pytest.approx((0.5, 0))
