@@ -7,7 +7,7 @@ False-alarm rates: each comparison is one that right code fails with probability
 by the Wilson-Hilferty approximation, shares by the normal one (twice that, as it has two sides).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -26,6 +26,8 @@ from tests.tiny_tokenizers import EOS, of_tokens
 from verifier_svc.acceptance import Acceptance
 from verifier_svc.block_test import Block, BlockTest
 
+pytestmark = pytest.mark.timeout(900)  # a minute or two each on idle cores
+
 COUNT = 200_000
 AT_ONCE = 10_000
 NUM_DRAFTS = 2
@@ -34,11 +36,6 @@ START = 10  # context length
 BEFORE = 0  # the target's id of the token before the block
 TARGET_TOKENS = ["a", "b", "c", "d", "e", "ab", "cd"]
 DRAFT_TOKENS = ["x", "c", "ab", "y", "a", "d", "z"]
-
-
-def slow(test: Callable[..., None]) -> Callable[..., None]:
-    """Marks what takes a minute or two."""
-    return pytest.mark.slow(pytest.mark.timeout(900)(test))
 
 
 @dataclass(frozen=True)
@@ -155,7 +152,7 @@ def found() -> Found:
     return run(small_mapping(), by_block=False)
 
 
-@slow
+@pytest.mark.slow
 def test_the_output_has_the_law_of_the_target(found: Found) -> None:
     """Chi-squares of the first token, and of the second after each first: false-alarm rate 9e-7.
 
@@ -171,7 +168,7 @@ def test_the_output_has_the_law_of_the_target(found: Found) -> None:
         assert excess(counts, p[first] * counts.sum()) < Z_OF_RATE
 
 
-@slow
+@pytest.mark.slow
 def test_as_much_is_accepted_as_both_laws_share(found: Found) -> None:
     """The first token with probability sum(min(p, q')): false-alarm rate 2e-7."""
     mapping = small_mapping()
@@ -185,7 +182,7 @@ def test_as_much_is_accepted_as_both_laws_share(found: Found) -> None:
     assert abs(accepted - shared) < Z_OF_RATE * (shared * (1 - shared) / COUNT) ** 0.5
 
 
-@slow
+@pytest.mark.slow
 def test_a_block_tested_as_a_whole_begins_by_the_law_of_the_target() -> None:
     """Chi-square of the first token: false-alarm rate 1e-7.
 
