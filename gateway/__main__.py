@@ -45,13 +45,17 @@ class Gateway:
     metrics: Metrics
 
 
-async def run(args: EngineArgs, verifiers: Sequence[str], patience_s: float = 0.0) -> None:
+async def run(
+    args: EngineArgs,
+    verifiers: Sequence[str],
+    tokenizer: Tokenizer,
+    patience_s: float = 0.0,
+) -> None:
     """Serves until SIGTERM or SIGINT, then lets running requests finish within the grace.
 
     Raises:
-        ConfigError: if the tokenizer cannot be loaded or an address not be listened on.
+        ConfigError: if an address cannot be listened on.
     """
-    tokenizer = await asyncio.to_thread(load_tokenizer, args.tokenizer_path)
     async with serving(args, verifiers, tokenizer, patience_s):
         reason = await drain_requested()
         logger.info("draining", extra={"reason": reason})
@@ -154,7 +158,7 @@ def main(file: Path | None) -> None:
         verifiers = args.specgw.gateway.verifiers
         if not verifiers:
             raise ConfigError(["specgw.gateway.verifiers: must name at least one address"])
-        asyncio.run(run(args, verifiers))
+        asyncio.run(run(args, verifiers, load_tokenizer(args.tokenizer_path)))
 
 
 if __name__ == "__main__":
