@@ -361,6 +361,10 @@ class AcceptanceRule(enum.Enum):
     PROBS = "probs"
 
 
+MAX_DRAFT_SUPPORT = 1024
+"""Most tokens of a draft law; a verifier tests what comes with a larger one as one-hot."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenProbs:
     """The law that one draft token was drawn from: the ids that have probability."""

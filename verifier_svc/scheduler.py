@@ -192,6 +192,7 @@ class Scheduler:
             max_model_len=runner.max_model_len,
             eos_token_ids=runner.eos_token_ids,
             processors=self._verifier.processors_for(event.request, event.grammar),
+            prediction=event.prediction,
         )
         self._sessions[session.session_id] = session
         self._waiting.append(session)
