@@ -29,7 +29,7 @@ from specgw.grammar_worker import GrammarWorker
 from specgw.handshake import verifier_mismatches
 from specgw.model_files import resolve_model
 from specgw.server import ServiceServer, drain_requested
-from specgw.telemetry import configure_logging, tell_simulation
+from specgw.telemetry import configure_logging, tell_simulation, tell_synthetic
 
 logger = logging.getLogger(__name__)
 
@@ -45,13 +45,17 @@ class Gateway:
     metrics: Metrics
 
 
-async def run(args: EngineArgs, verifiers: Sequence[str], patience_s: float = 0.0) -> None:
+async def run(
+    args: EngineArgs,
+    verifiers: Sequence[str],
+    tokenizer: Tokenizer,
+    patience_s: float = 0.0,
+) -> None:
     """Serves until SIGTERM or SIGINT, then lets running requests finish within the grace.
 
     Raises:
-        ConfigError: if the tokenizer cannot be loaded or an address not be listened on.
+        ConfigError: if an address cannot be listened on.
     """
-    tokenizer = await asyncio.to_thread(load_tokenizer, args.tokenizer_path)
     async with serving(args, verifiers, tokenizer, patience_s):
         reason = await drain_requested()
         logger.info("draining", extra={"reason": reason})
@@ -69,6 +73,8 @@ async def serving(
     metrics = Metrics(args.served_model_names[0])
     if args.specgw.simulation is not None:
         tell_simulation(metrics.registry, "gateway")
+    if args.is_synthetic:
+        tell_synthetic(metrics.registry, "gateway")
     ledger = Ledger()
     admission = Admission(
         ledger,
@@ -154,7 +160,7 @@ def main(file: Path | None) -> None:
         verifiers = args.specgw.gateway.verifiers
         if not verifiers:
             raise ConfigError(["specgw.gateway.verifiers: must name at least one address"])
-        asyncio.run(run(args, verifiers))
+        asyncio.run(run(args, verifiers, load_tokenizer(args.tokenizer_path)))
 
 
 if __name__ == "__main__":

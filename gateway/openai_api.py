@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from gateway.agreement import count_agreed
 from gateway.api_keys import ApiKeyGuard, caller_of
 from gateway.concurrency import ended_by, run_together
 from gateway.event_stream import EventSender, EventStream, run_until_disconnect
@@ -296,8 +297,9 @@ class OpenAIApi:
         except SpecgwError as error:
             if not any(answer.token_ids for answer in answers):
                 raise
-            return http_status(error), {**form.response(answers), **error_body(error)}
-        return 200, form.response(answers)
+            content = form.response(answers, await _agreed(answers))
+            return http_status(error), {**content, **error_body(error)}
+        return 200, form.response(answers, await _agreed(answers))
 
     async def _stream(
         self,
@@ -325,12 +327,17 @@ class OpenAIApi:
             async with ended_by(deadline):
                 await run_together(stream, answers, generations, at_once=at_once)
                 if body.include_usage:
-                    await events.send(form.usage_chunk(answers))
+                    await events.send(form.usage_chunk(answers, await _agreed(answers)))
                 await events.end()
         except SpecgwError as error:
             if not events.has_begun:
                 raise
             await events.fail(error_body(error))
+
+
+async def _agreed(answers: Sequence[Answer]) -> int:
+    """Counts the tokens of the prediction, which all answers to a request share."""
+    return await count_agreed(answers[0].prediction, [answer.token_ids for answer in answers])
 
 
 def build_app(api: OpenAIApi, api_keys: Sequence[str]) -> Starlette:

@@ -17,7 +17,6 @@ from gateway.logprobs_format import (
     prompt_logprobs,
 )
 from specgw.errors import InvalidRequest, ModelNotFound, SpecgwError
-from specgw.lookup.prediction import num_agreed
 from specgw.types import FinishReason, SpeculationStats, TokenLogprobs
 
 Body = dict[str, Any]
@@ -143,14 +142,14 @@ class CompletionFormat:
         self._options = options
         self._offsets: dict[int, int] = {}  # of the next token's text, by answer
 
-    def response(self, answers: Sequence[Answer]) -> Body:
-        """Returns the whole response."""
+    def response(self, answers: Sequence[Answer], num_agreed: int) -> Body:
+        """Returns the whole response; `num_agreed` tokens of predictions came true."""
         return {
             **self._head(self.object_name),
             "choices": [self._choice(answer) for answer in answers],
             "service_tier": None,
             "system_fingerprint": self._options.system_fingerprint,
-            "usage": {"prompt_tokens_details": None, **self._final_usage(answers)},
+            "usage": {"prompt_tokens_details": None, **self._final_usage(answers, num_agreed)},
             "kv_transfer_params": None,
             "metrics": self._metrics(answers),
         }
@@ -182,19 +181,19 @@ class CompletionFormat:
             body["metrics"] = self._metrics([answer])
         return body
 
-    def usage_chunk(self, answers: Sequence[Answer]) -> Body:
+    def usage_chunk(self, answers: Sequence[Answer], num_agreed: int) -> Body:
         """Returns the chunk after the last output, for clients that asked for usage."""
         body: Body = {
             **self._head(self.chunk_object_name),
             "choices": [],
-            "usage": self._final_usage(answers),
+            "usage": self._final_usage(answers, num_agreed),
         }
         if self._options.num_answers == 1:
             body["metrics"] = self._metrics(answers)
         return body
 
-    def _final_usage(self, answers: Sequence[Answer]) -> Body:
-        usage = _usage(answers) | _prediction_usage(answers)
+    def _final_usage(self, answers: Sequence[Answer], num_agreed: int) -> Body:
+        usage = _usage(answers) | _prediction_usage(answers, num_agreed)
         num_cached = answers[-1].cached_token_count  # vLLM tells that of the last prompt
         if self._options.with_prompt_details and num_cached is not None:
             usage["prompt_tokens_details"] = {"cached_tokens": num_cached}
@@ -277,8 +276,8 @@ class ChatFormat(CompletionFormat):
     object_name = "chat.completion"
     chunk_object_name = "chat.completion.chunk"
 
-    def response(self, answers: Sequence[Answer]) -> Body:
-        body = super().response(answers)
+    def response(self, answers: Sequence[Answer], num_agreed: int) -> Body:
+        body = super().response(answers, num_agreed)
         body["prompt_logprobs"] = self._prompt_logprobs(answers[0])
         body["prompt_token_ids"] = (
             list(answers[0].prompt_token_ids) if self._options.return_token_ids else None
@@ -341,7 +340,7 @@ def _unshown(output: TextOutput) -> TextOutput:
 
 
 def speculation_body(stats: SpeculationStats, max_draft_tokens: int) -> Body:
-    """Returns the statistics under vLLM's names, with positions and undrafted rounds added.
+    """Returns the statistics under vLLM's names, with fields of our own at the end.
 
     Mean acceptance length counts the bonus token. Ratios are null without a draft.
     """
@@ -364,6 +363,7 @@ def speculation_body(stats: SpeculationStats, max_draft_tokens: int) -> Body:
         "num_spec_tokens": max_draft_tokens,
         "num_accepted_draft_tokens_per_position": per_position,
         "num_undrafted_steps": {reason.value: count for reason, count in stats.undrafted.items()},
+        "is_synthetic": stats.is_synthetic,
     }
 
 
@@ -402,15 +402,14 @@ def model_card(
     }
 
 
-def _prediction_usage(answers: Sequence[Answer]) -> Body:
+def _prediction_usage(answers: Sequence[Answer], num_agreed: int) -> Body:
     """Returns the part of usage that tells what predictions were worth, if there were any."""
     if not any(answer.prediction for answer in answers):
         return {}
-    accepted = sum(num_agreed(answer.prediction, answer.token_ids) for answer in answers)
     return {
         "completion_tokens_details": {
-            "accepted_prediction_tokens": accepted,
-            "rejected_prediction_tokens": sum(len(one.prediction) for one in answers) - accepted,
+            "accepted_prediction_tokens": num_agreed,
+            "rejected_prediction_tokens": sum(len(one.prediction) for one in answers) - num_agreed,
         }
     }
 

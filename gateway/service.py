@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 
 from gateway.admission import Admission
+from gateway.agreement import count_agreed
 from gateway.api_keys import UNKNOWN_KEY, find_key
 from gateway.concurrency import ended_by
 from gateway.detokenizer import TextOutput
@@ -20,7 +21,6 @@ from gateway.routing import Router
 from gateway.tokenizer import Tokenizer
 from specgw.config import EngineArgs
 from specgw.errors import InvalidRequest, ModelNotFound
-from specgw.lookup.prediction import num_agreed
 from specgw.types import GenerateRequest
 from specgw.v1 import gateway_pb2, gateway_pb2_grpc
 from specgw.wire import (
@@ -81,7 +81,7 @@ class GatewayService(gateway_pb2_grpc.GatewayServiceServicer):
                     response.finish_reason = output.finish_reason.value
                     response.prompt_token_count = len(generation.prompt_token_ids)
                     response.output_token_count = len(output_token_ids)
-                    accepted = num_agreed(generation.prediction, output_token_ids)
+                    accepted = await count_agreed(generation.prediction, [output_token_ids])
                     response.accepted_prediction_token_count = accepted
                     rejected = len(generation.prediction) - accepted
                     response.rejected_prediction_token_count = rejected

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from proposer_svc.session_table import Session
 from specgw.engine.token_mask import allowed_tokens
-from specgw.errors import InvalidRequest
 from specgw.grammar import GrammarCompiler, GrammarMatcher
 
 logger = logging.getLogger(__name__)
@@ -62,7 +61,7 @@ class DraftGrammars:
             if not matcher.follow(output + draft_token_ids):
                 return
             mask = matcher.mask()
-        except InvalidRequest as error:
+        except Exception as error:  # whatever it is, drafts do without
             logger.info("drafts are not masked", extra={"reason": str(error)})
             del self._matchers[session]
             return

@@ -33,6 +33,7 @@ class DraftModelDrafter:
     method = "draft_model"
     parallel_drafting = False
     hidden: HiddenFormat | None = None
+    keeps_drafts = True  # whether the rows of a block stay, so that it can be gone on with
     mask_rows = 0  # most rows that a block takes beside the missing ones of its session
 
     def __init__(
@@ -84,8 +85,8 @@ class DraftModelDrafter:
             num_choices=self._vocabulary.num_choices(session),
             prefill_length=length if length <= max_length else 0,
             max_length=max_length,
+            keeps_drafts=self.keeps_drafts,
         )
-
         if self._grammars is not None:
             self._grammars.open(session)
 
@@ -102,7 +103,8 @@ class DraftModelDrafter:
         self._rows[session].forget()
 
     def close(self, session: Session) -> None:
-        self._rows.pop(session).cache.release()
+        if rows := self._rows.pop(session, None):
+            rows.cache.release()
         if self._grammars is not None:
             self._grammars.close(session)
 
@@ -122,9 +124,15 @@ class DraftModelDrafter:
         for one in sessions:
             one.is_stopped = not _has_memory(one, len(one.draft_token_ids))
         sessions = [one for one in sessions if not one.is_stopped]
-        if sessions:
+        if not sessions:
+            return
+        try:
             self._append(sessions, self._forward_last(sessions))
             self.ahead.count_pass(len(sessions))
+        except Exception:
+            logger.exception("running ahead failed", extra={"session_count": len(sessions)})
+            for one in sessions:
+                one.forget()
 
     def step(self, table: SessionTable) -> list[Draft]:
         begun = [one for one in self._rows.values() if one.has_begun]

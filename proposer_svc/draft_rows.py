@@ -25,6 +25,7 @@ class DraftRows:
     num_choices: int  # ids that draft tokens are chosen from
     prefill_length: int  # rows to feed even if no block is asked for
     max_length: int  # rows that there may be
+    keeps_drafts: bool = True  # whether draft tokens have rows when a block is done
     draft_token_ids: list[int] = field(default_factory=list)
     draft_probs: list[TokenProbs] = field(default_factory=list)  # of all draft tokens, or of none
     num_sent: int = 0  # leading draft tokens that the verifier has; those after them run ahead
@@ -92,7 +93,9 @@ class DraftRows:
     @property
     def has_work(self) -> bool:
         """Whether a block is asked for, or the first prefill is not over."""
-        return self.session.num_wanted > 0 or self.cache.length < self.prefill_length
+        # A re-tokenized context may have become shorter than what was to be fed first.
+        prefill_length = min(self.prefill_length, len(self.token_ids))
+        return self.session.num_wanted > 0 or self.cache.length < prefill_length
 
     def reuse(self) -> None:
         """Begins an empty cache with rows that other sessions have left, but for the last token's.
@@ -130,7 +133,7 @@ class DraftRows:
         num_agreed = num_right - start - len(replaced)
         # A token with a law that the verifier has looked at must not be offered once more.
         is_unseen = not self.draft_probs or num_agreed > self.num_sent
-        if num_right == len(self.token_ids) and has_more and is_unseen:
+        if self.keeps_drafts and num_right == len(self.token_ids) and has_more and is_unseen:
             self._keep_ahead(num_agreed)
             return
         self._drop_draft()

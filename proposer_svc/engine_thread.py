@@ -109,7 +109,7 @@ class EngineThread:
 
     def _drain_inbox(self) -> None:
         """Takes in what arrived; waits for something to arrive if nothing else is to be done."""
-        wait = not self._proposer.has_work()
+        wait = not (self._proposer.has_work() or self._proposer.can_run_ahead())
         while True:
             try:
                 self._inbox.get(block=wait)()

@@ -56,7 +56,8 @@ class LookupDrafter:
         """Nothing is under way between two steps."""
 
     def close(self, session: Session) -> None:
-        self._contexts.pop(session).close()
+        if context := self._contexts.pop(session, None):
+            context.close()
 
     def has_work(self) -> bool:
         return any(session.num_wanted > 0 for session in self._contexts)

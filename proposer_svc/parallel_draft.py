@@ -28,6 +28,7 @@ class ParallelDrafter(DraftModelDrafter):
     """Implements `Drafter` with a model that was trained for parallel drafting."""
 
     parallel_drafting = True
+    keeps_drafts = False
 
     def __init__(
         self,
@@ -68,7 +69,7 @@ class ParallelDrafter(DraftModelDrafter):
         return min(super().room(session), self._max_block)
 
     def can_run_ahead(self) -> bool:
-        return False  # the rows of a block are gone when it is done
+        return False
 
     @torch.inference_mode()
     def _draft(

@@ -4,6 +4,7 @@ Every answer it gives may be wrong without harm to the output: a verifier tests 
 by the engine thread of `service.py`, or by an in-process link.
 """
 
+import logging
 import time
 import uuid
 from collections.abc import Sequence
@@ -28,6 +29,8 @@ from specgw.types import (
     ProposeStep,
     UndraftedReason,
 )
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,8 +213,14 @@ class ProposerCore:
             structured_outputs=opened.structured_outputs,
             prompt_length=opened.prompt_length,
         )
-        self._table.add(session)
-        self._drafter.open(session)
+        try:
+            self._drafter.open(session)
+        except Exception:  # one session's trouble is nobody else's
+            logger.exception("session cannot be drafted for", extra={"session_id": session_id})
+            self._drafter.close(session)
+            self._table.refuse(verifier_id, session_id, UndraftedReason.ERROR)
+        else:
+            self._table.add(session)
 
     def _commit(self, verifier: _Verifier, commit: Commit) -> UndraftedReason | None:
         """Appends to a session's context and asks for a block; returns why there will be none."""
@@ -227,8 +236,13 @@ class ProposerCore:
             return UndraftedReason.ERROR
         session.token_ids.extend(commit.token_ids)
         session.hidden = commit.hidden
-        self._drafter.commit(session, commit.token_ids)
-        room = self._drafter.room(session)
+        try:
+            self._drafter.commit(session, commit.token_ids)
+            room = self._drafter.room(session)
+        except Exception:
+            logger.exception("commit failed", extra={"session_id": session_id})
+            self._table.refuse(verifier_id, session_id, UndraftedReason.ERROR)
+            return UndraftedReason.ERROR
         if room <= 0:
             session.num_wanted = 0
             self._drafter.stop(session)

@@ -180,13 +180,16 @@ def _print_report(report: Report, is_json: bool) -> None:
 
 async def _serve(args: EngineArgs) -> None:
     from gateway.__main__ import run
+    from gateway.tokenizer import load_tokenizer
     from specgw.supervisor import embedded_services
 
+    # While the services load their models.
+    loading = asyncio.create_task(asyncio.to_thread(load_tokenizer, args.tokenizer_path))
     if args.specgw.gateway.verifiers:
-        await run(args, args.specgw.gateway.verifiers)
+        await run(args, args.specgw.gateway.verifiers, await loading)
         return
     async with embedded_services(args) as (verifier_process, *_):
-        await run(args, [verifier_process.spec.address], patience_s=10)
+        await run(args, [verifier_process.spec.address], await loading, patience_s=10)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from specgw.errors import SpecgwError
 from specgw.grammar import GrammarMatcher, compiler_for
 from specgw.handshake import build_hello
 from specgw.link import InProcessLink
-from specgw.lookup.prediction import num_agreed
+from specgw.lookup.prediction import Prediction, num_agreed
 from specgw.request_output import (
     CompletionOutput,
     Logprobs,
@@ -69,6 +69,7 @@ class LLM:
         has_proposer = args.speculative_config is not None and not args.drafts_locally
         self.proposer = build_proposer(args) if has_proposer else None
         self._links = [] if self.proposer is None else [InProcessLink(self.proposer)]
+        acceptance = build_acceptance(args.speculative_config)
         # In one thread a block is there when it is asked for: there is nothing to wait for.
         drafting = Drafting(
             self._links,
@@ -77,12 +78,13 @@ class LLM:
             wait_for_slow_drafts=True,
             length=build_draft_length(args),
             local=build_local_drafts(args, self._runner.max_model_len),
+            uses_draft_probs=acceptance.uses_draft_probs,
         )
         self._scheduler = Scheduler(
             Verifier(
                 self._runner,
                 load_processors(settings.logits_processors, self._runner.vocab_size),
-                build_acceptance(args.speculative_config),
+                acceptance,
             ),
             drafting,
             SchedulerLimits(
@@ -175,7 +177,8 @@ class LLM:
         seed = answer.request.sampling_params.seed
         assert seed is not None
         self._answers[session_id] = answer
-        self._scheduler.inbox.submit(session_id, answer.request, seed, answer.grammar)
+        prediction = Prediction.of(answer.request)
+        self._scheduler.inbox.submit(session_id, answer.request, seed, answer.grammar, prediction)
 
     def _deliver(self, outputs: Sequence[tuple[int, GenerateOutput | SpecgwError]]) -> None:
         for session_id, output in outputs:

@@ -6,6 +6,7 @@ from pydantic import Field, FilePath
 
 from specgw.config_rules import Frozen
 from specgw.fallback_settings import FallbackProposer
+from specgw.types import MAX_DRAFT_SUPPORT
 
 PositiveInt = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
@@ -100,7 +101,7 @@ class ProposerSettings(Frozen):
     while too little of it is used."""
     max_sessions: PositiveInt = 64
     """Most sessions over all verifiers; others decode without drafts."""
-    max_draft_support: PositiveInt = 64
+    max_draft_support: Annotated[PositiveInt, Field(le=MAX_DRAFT_SUPPORT)] = 64
     """Most tokens of a draft law: with `draft_sample_method: probabilistic` laws are cut to so many
     before they are drawn from."""
     max_num_batched_tokens: PositiveInt = 2048

@@ -8,6 +8,7 @@ from specgw.engine.model_runner import ModelRunner
 from specgw.errors import SpecgwError
 from specgw.grammar import GrammarCompiler
 from specgw.link import ProposerLink
+from specgw.lookup.prediction import Prediction
 from specgw.types import (
     FinishReason,
     GenerateOutput,
@@ -71,7 +72,12 @@ class InlineVerifier:
         self.grammars = grammars
         self.answers: dict[int, Answer] = {}
         self.drafting = Drafting(
-            links, runner.vocab_size, draft_timeout_s, wait_for_slow_drafts, local=local
+            links,
+            runner.vocab_size,
+            draft_timeout_s,
+            wait_for_slow_drafts,
+            local=local,
+            uses_draft_probs=acceptance is not None and acceptance.uses_draft_probs,
         )
         self.scheduler = Scheduler(
             Verifier(runner, custom_processors, acceptance),
@@ -112,7 +118,7 @@ class InlineVerifier:
         )
         seed = session_id if params.seed is None else params.seed
         grammar = self.grammars.start(request) if self.grammars else None
-        self.scheduler.inbox.submit(session_id, request, seed, grammar)
+        self.scheduler.inbox.submit(session_id, request, seed, grammar, Prediction.of(request))
         return session_id
 
     def step(self, count: int = 1) -> None:

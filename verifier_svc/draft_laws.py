@@ -8,16 +8,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from specgw.engine.laws import Laws, laws_of
 from specgw.engine.rng import Keys, Stream, uniforms
-from specgw.types import TokenProbs
+from specgw.types import MAX_DRAFT_SUPPORT, TokenProbs
 from verifier_svc.rejection_sampler import BlockProbs, residual
 
 _SUM_TOLERANCE = 1e-5  # of the float32 probabilities of a law
 
+Int64s = npt.NDArray[np.int64]
 Accept = Callable[[BlockProbs, Tensor], tuple[Tensor, Tensor]]
 
 
@@ -120,21 +122,40 @@ def build_draft_laws(
 
 
 def are_laws(token_ids: Sequence[int], laws: Sequence[TokenProbs], vocab_size: int) -> bool:
-    """Whether each draft token may have been drawn from a law: what is not is tested as one-hot."""
-    return len(token_ids) == len(laws) and all(
-        _is_law(token_id, law, vocab_size) for token_id, law in zip(token_ids, laws, strict=True)
+    """Whether each draft token may have been drawn from a law: what is not is tested as one-hot.
+
+    The work is bounded: a law of more than `MAX_DRAFT_SUPPORT` tokens is none, whatever it says.
+    """
+    sizes = [len(law.token_ids) for law in laws]
+    if sizes != [len(law.probs) for law in laws] or len(sizes) != len(token_ids):
+        return False
+    if not all(0 < size <= MAX_DRAFT_SUPPORT for size in sizes):
+        return False
+    return not sizes or _all_are_laws(
+        np.asarray(token_ids),
+        np.concatenate([law.token_ids for law in laws], dtype=np.int64),
+        np.concatenate([law.probs for law in laws], dtype=np.float64),
+        np.asarray(sizes),
+        vocab_size,
     )
 
 
-def _is_law(token_id: int, law: TokenProbs, vocab_size: int) -> bool:
-    ids, probs = law.token_ids, law.probs
+def _all_are_laws(
+    token_ids: Int64s,  # [K]
+    support: Int64s,  # [sum of sizes], one law after another
+    probs: npt.NDArray[np.float64],  # [sum of sizes]
+    sizes: Int64s,  # [K]
+    vocab_size: int,
+) -> bool:
+    starts = np.cumsum(sizes) - sizes
+    of_law = np.repeat(np.arange(len(sizes)), sizes)
+    if support.min() < 0 or support.max() >= vocab_size or not np.isfinite(probs).all():
+        return False
+    in_order = np.sort(of_law * vocab_size + support)
+    is_drawn = (support == token_ids[of_law]) & (probs > 0)
     return bool(
-        len(ids) == len(probs) > 0
-        and ids.min() >= 0
-        and ids.max() < vocab_size
-        and len(np.unique(ids)) == len(ids)
-        and np.isfinite(probs).all()
+        (in_order[1:] != in_order[:-1]).all()
         and (probs >= 0).all()
-        and abs(probs.sum(dtype=np.float64) - 1) <= _SUM_TOLERANCE
-        and (probs[ids == token_id] > 0).any()
+        and (abs(np.add.reduceat(probs, starts) - 1) <= _SUM_TOLERANCE).all()
+        and np.logical_or.reduceat(is_drawn, starts).all()
     )

@@ -224,15 +224,23 @@ class DraftLength:
         if not self.is_adaptive or self.step_cost is None or not proposer.cost.is_known:
             return allowed
         rate = session.acceptance.value(proposer.acceptance.value())
-        num_tokens = max(
-            range(allowed + 1),
-            key=lambda k: expected_tokens(k, rate) / self._seconds(k, proposer),
-        )
+        num_tokens = self._best(allowed, rate, proposer)
         if num_tokens > 0:
             session.pause.end()
         elif session.pause.is_over(self._seconds(_PROBE_TOKENS, proposer) / self._seconds(0)):
             return min(allowed, _PROBE_TOKENS)
         return num_tokens
+
+    def _best(self, allowed: int, rate: float, proposer: ProposerHistory) -> int:
+        """Returns the number that gives most tokens per second."""
+        best, most, tokens, power = 0, 0.0, 0.0, 1.0
+        for num_tokens in range(allowed + 1):
+            tokens += power  # now E(num_tokens)
+            power *= rate
+            per_second = tokens / self._seconds(num_tokens, proposer)
+            if per_second > most:
+                best, most = num_tokens, per_second
+        return best
 
     def _seconds(self, num_tokens: int, proposer: ProposerHistory | None = None) -> float:
         """Returns the expected time of a round, for all sessions that run."""
@@ -249,8 +257,3 @@ def build_draft_length(args: EngineArgs) -> DraftLength:
         (config and config.num_speculative_tokens_per_batch_size) or (),
         settings.draft_length == "auto" and not settings.wait_for_slow_drafts,
     )
-
-
-def expected_tokens(num_tokens: int, rate: float) -> float:
-    """Returns the output tokens that a round of so many draft tokens gives on average."""
-    return sum(rate**i for i in range(num_tokens + 1))

@@ -119,6 +119,7 @@ class Drafting:
         on_answer: Callable[[float, float], None] = lambda answer_s, draft_s: None,
         length: DraftLength | None = None,
         local: LocalDrafts | None = None,
+        uses_draft_probs: bool = False,
     ) -> None:
         self._local = local or LocalDrafts()
         self._peers = {link.address: _Peer(link) for link in links}
@@ -129,6 +130,7 @@ class Drafting:
         self._local_history = ProposerHistory.of_lookup()
         self.step_s: float | None = None
         self._on_answer = on_answer
+        self._uses_draft_probs = uses_draft_probs
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -243,7 +245,7 @@ class Drafting:
             self._refused(peer, session, block.reason, now)
         elif block.base_length == len(session.context):
             draft.token_ids = self._usable(block.token_ids[: draft.asked_tokens])
-            draft.probs = self._usable_probs(block, draft.token_ids)
+            draft.probs = self._usable_probs(block, session)
             draft.source, draft.reason = PROPOSER, UndraftedReason.EMPTY
             if not draft.token_ids:
                 self._draft_locally(session, is_alone=True)
@@ -290,7 +292,8 @@ class Drafting:
         self._on_answer(answer_s, block.draft_s)
         if session.draft.is_first:
             return
-        peer.history.cost.observe(session.draft.asked_tokens, answer_s)
+        if block.token_ids:  # a refusal takes no drafting
+            peer.history.cost.observe(session.draft.asked_tokens, answer_s)
         saves_s = math.inf
         if self.step_s is not None and not self.length.is_adaptive:
             saves_s = session.draft.asked_tokens * self.step_s
@@ -311,7 +314,7 @@ class Drafting:
         if not token_ids:
             return False
         num_tokens = self.length.choose(len(token_ids), session.local_history, self._local_history)
-        draft.token_ids, draft.source = token_ids[:num_tokens], found.source
+        draft.token_ids, draft.probs, draft.source = token_ids[:num_tokens], (), found.source
         draft.reason = UndraftedReason.EMPTY if num_tokens else UndraftedReason.NO_GAIN
         return num_tokens > 0
 
@@ -409,11 +412,14 @@ class Drafting:
         session.draft.retry_at = now + _RETRY_AFTER_S.get(reason, _RETRY_S)
         self._draft_locally(session, is_alone=True)
 
-    def _usable_probs(self, block: DraftBlock, token_ids: Sequence[int]) -> Sequence[TokenProbs]:
-        """Returns the laws of a block's usable tokens; none if the block is to test as one-hot."""
-        laws = block.draft_probs[: len(token_ids)]
+    def _usable_probs(self, block: DraftBlock, session: Session) -> Sequence[TokenProbs]:
+        """Returns the laws of a session's draft; none if it is tested as one-hot anyway."""
+        token_ids = session.draft.token_ids
+        if not self._uses_draft_probs or session.request.sampling_params.is_greedy:
+            return ()
         if block.rule is not AcceptanceRule.PROBS or not token_ids:
             return ()
+        laws = block.draft_probs[: len(token_ids)]
         return laws if are_laws(token_ids, laws, self._vocab_size) else ()
 
     def _usable(self, token_ids: Sequence[int]) -> Sequence[int]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from specgw.grammar import GrammarMatcher
 from specgw.link import ProposerLink
+from specgw.lookup.prediction import Prediction
 from specgw.types import DraftBlock, GenerateRequest, HelloAck
 
 
@@ -17,6 +18,7 @@ class Submit:
     request: GenerateRequest
     seed: int
     grammar: GrammarMatcher | None = None
+    prediction: Prediction | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +77,13 @@ class Inbox:
         request: GenerateRequest,
         seed: int,
         grammar: GrammarMatcher | None = None,
+        prediction: Prediction | None = None,
     ) -> None:
-        """Brings a request; `grammar` stands at the start of its output."""
-        self._events.put(Submit(session_id, request, seed, grammar))
+        """Brings a request; `grammar` stands at the start of its output, `prediction` at the end.
+
+        They are built by the caller, since that may take longer than a step.
+        """
+        self._events.put(Submit(session_id, request, seed, grammar, prediction))
 
     def cancel(self, session_id: int) -> None:
         """Frees a session before the next step. Harmless if it has ended."""

@@ -192,6 +192,7 @@ class Scheduler:
             max_model_len=runner.max_model_len,
             eos_token_ids=runner.eos_token_ids,
             processors=self._verifier.processors_for(event.request, event.grammar),
+            prediction=event.prediction,
         )
         self._sessions[session.session_id] = session
         self._waiting.append(session)
@@ -389,8 +390,10 @@ class Scheduler:
         self._outputs.append((session.session_id, output))
         if finish_reason is None:
             self._drafting.ask(session, self._clock())
-        else:
-            self._end(session)
+            return
+        if session.speculation.is_synthetic:
+            logger.warning("output is synthetic", extra={"request_id": session.request.request_id})
+        self._end(session)
 
     def _count(self, session: Session, rows: VerifyRows, num_accepted: int) -> None:
         if rows.draft_token_ids:
@@ -399,6 +402,7 @@ class Scheduler:
         for stats in (session.speculation, self._speculation):
             if rows.draft_token_ids:
                 stats.count_round(len(rows.draft_token_ids), num_accepted)
+                stats.is_synthetic = self._verifier.is_synthetic
             elif session.has_started:
                 stats.count_undrafted(session.draft.reason)
 

@@ -24,7 +24,8 @@ from specgw.grammar import GrammarCompiler, compiler_for
 from specgw.grammar_worker import GrammarWorker
 from specgw.handshake import build_hello
 from specgw.link import ProposerLink
-from specgw.telemetry import tell_simulation
+from specgw.lookup.prediction import Prediction
+from specgw.telemetry import tell_simulation, tell_synthetic
 from specgw.types import GenerateOutput, VerifierInfo
 from specgw.v1 import verifier_pb2, verifier_pb2_grpc
 from verifier_svc.acceptance import build_acceptance
@@ -69,6 +70,7 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
             grammars or compiler_for(args.tokenizer_path, runner.vocab_size, runner.eos_token_ids)
         )
         self._outputs: dict[int, _Outputs] = {}
+        acceptance = build_acceptance(args.speculative_config)
         drafting = Drafting(
             links,
             runner.vocab_size,
@@ -77,13 +79,14 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
             on_answer=metrics.observe_answer,
             length=build_draft_length(args),
             local=build_local_drafts(args, runner.max_model_len),
+            uses_draft_probs=acceptance.uses_draft_probs,
         )
         self._proposers = drafting.addresses
         self._scheduler = Scheduler(
             Verifier(
                 runner,
                 load_processors(settings.logits_processors, runner.vocab_size),
-                build_acceptance(args.speculative_config),
+                acceptance,
             ),
             drafting,
             SchedulerLimits(
@@ -98,6 +101,8 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
         )
         if runner.description.is_simulated:
             tell_simulation(metrics.registry, "verifier")
+        if args.is_synthetic:
+            tell_synthetic(metrics.registry, "verifier")
         metrics.watch(lambda: self.snapshot, runner.kv_cache.capacity_tokens)
         self._thread = threading.Thread(target=self._run_engine, name="engine", daemon=True)
 
@@ -147,9 +152,12 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
         if seed is None:
             seed = self._seeds.getrandbits(63)
         grammar = await self._grammars.start(generate_request)
+        prediction = None
+        if generate_request.prediction:
+            prediction = await asyncio.to_thread(Prediction.of, generate_request)
         session_id = next(self._session_ids)
         outputs = self._outputs[session_id] = _Outputs()
-        self._scheduler.inbox.submit(session_id, generate_request, seed, grammar)
+        self._scheduler.inbox.submit(session_id, generate_request, seed, grammar, prediction)
         try:
             while True:
                 output = await outputs.get()

@@ -169,8 +169,9 @@ def open_session(
     max_model_len: int,
     eos_token_ids: Sequence[int],
     processors: RowProcessors | None = None,
+    prediction: Prediction | None = None,
 ) -> Session:
-    """Builds the session of a request that `check_request` has passed."""
+    """Builds the session of a request that `check_request` has passed, and its `Prediction.of`."""
     params = request.sampling_params
     limit = max_model_len
     if params.max_tokens is not None:
@@ -179,9 +180,6 @@ def open_session(
     ignores_eos = params.ignore_eos and params.structured_outputs is None
     if request.max_draft_tokens is not None:
         max_draft_tokens = min(max_draft_tokens, request.max_draft_tokens)
-    prediction = Prediction(request.prediction) if request.prediction else None
-    if prediction is not None:
-        prediction.follow(request.output_token_ids)
     return Session(
         session_id=session_id,
         request=request,

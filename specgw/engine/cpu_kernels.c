@@ -161,10 +161,14 @@ enum { ZERO = 128 };  // what stands for 0 among unsigned bytes
 // Rounds each row of x[num_rows][size] to bytes: value = (byte - ZERO) * scales[row]. The largest becomes ZERO +- 127.
 TARGET void specgw_quantize(const bf16 *x, uint8_t *bytes, float *scales, int64_t num_rows, int64_t size) {
     for (int64_t row = 0; row < num_rows; row++, x += size, bytes += size) {
-        __m512 largest = _mm512_setzero_ps();
-        for (int64_t i = 0; i < size; i += LANES)
-            largest = _mm512_max_ps(largest, _mm512_abs_ps(load(x + i, lanes(size - i))));
-        scales[row] = _mm512_reduce_max_ps(largest) / 127;
+        __m512 largest = _mm512_setzero_ps(), infinity = _mm512_set1_ps(__builtin_inff());
+        __mmask16 broken = 0;  // infinite or not a number
+        for (int64_t i = 0; i < size; i += LANES) {
+            __m512 value = _mm512_abs_ps(load(x + i, lanes(size - i)));
+            largest = _mm512_max_ps(largest, value);
+            broken |= _mm512_cmp_ps_mask(value, infinity, _CMP_NLT_UQ);
+        }
+        scales[row] = broken ? __builtin_nanf("") : _mm512_reduce_max_ps(largest) / 127;
         __m512 inverse = _mm512_set1_ps(scales[row] > 0 ? 1 / scales[row] : 0);
         for (int64_t i = 0; i < size; i += LANES) {
             __mmask16 mask = lanes(size - i);

@@ -1,10 +1,12 @@
 """The rules that need more than the drafts' ids, through scheduler, link and draft model."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from pydantic import ValidationError
 
 from proposer_svc.draft_model import DraftModelDrafter
 from proposer_svc.draft_sampling import DraftSampler
@@ -13,7 +15,8 @@ from specgw.config import parse_config
 from specgw.engine.loading import ModelOptions, load_model
 from specgw.engine.model_runner import ModelRunner
 from specgw.link import InProcessLink
-from specgw.types import SamplingParams, TokenProbs
+from specgw.service_settings import ProposerSettings
+from specgw.types import MAX_DRAFT_SUPPORT, SamplingParams, TokenProbs
 from tests.verifier_harness import GREEDY, InlineVerifier, plain_answers
 from verifier_svc.acceptance import Acceptance, build_acceptance
 from verifier_svc.draft_laws import are_laws
@@ -24,7 +27,7 @@ PARAMS = SamplingParams(temperature=1.0, seed=5, max_tokens=24, ignore_eos=True)
 BY_LAWS = [Acceptance(uses_draft_probs=True), Acceptance(uses_draft_probs=True, by_block=True)]
 
 
-def law(token_ids: list[int], probs: list[float]) -> TokenProbs:
+def law(token_ids: Sequence[int], probs: Sequence[float]) -> TokenProbs:
     return TokenProbs(np.array(token_ids, np.int32), np.array(probs, np.float32))
 
 
@@ -95,10 +98,21 @@ def test_laws_that_come_unasked_for_are_not_used(
 def test_what_is_no_law_of_the_token_is_found_out(wrong: TokenProbs, token_id: int) -> None:
     right = law([1, 2], [0.25, 0.75])
 
-    assert are_laws([1], [right], vocab_size=9)
+    assert are_laws([1, 2], [right, right], vocab_size=9)
     assert not are_laws([token_id], [wrong], vocab_size=9)
     assert not are_laws([1, token_id], [right, wrong], vocab_size=9)
     assert not are_laws([1, 2], [right], vocab_size=9)
+
+
+def test_a_law_has_no_more_tokens_than_a_proposer_may_send() -> None:
+    size = MAX_DRAFT_SUPPORT
+    largest = law(range(size), [1 / size] * size)
+    too_large = law(range(size + 1), [*largest.probs, 0])
+
+    assert are_laws([3, 4], [largest, largest], vocab_size=2 * size)
+    assert not are_laws([3], [too_large], vocab_size=2 * size)
+    with pytest.raises(ValidationError):
+        ProposerSettings(max_draft_support=size + 1)
 
 
 def test_an_empty_residual_gives_way_to_the_target() -> None:
@@ -169,13 +183,18 @@ def test_synthetic_rates_are_those_asked_for() -> None:
 
 @pytest.mark.parametrize("params", [GREEDY, PARAMS], ids=["greedy", "sampled"])
 def test_synthetic_acceptance_does_not_look_at_the_drafts(
-    params: SamplingParams, random_runner: ModelRunner, twin: ModelRunner
+    params: SamplingParams,
+    random_runner: ModelRunner,
+    twin: ModelRunner,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     acceptance = Acceptance(synthetic_rates=(1.0, 1.0, 0.0, 0.0))
     verifier = InlineVerifier(random_runner, [probabilistic(twin)], acceptance=acceptance)
 
     for answer in verifier.generate(PROMPTS, params):
         assert answer.speculation is not None
+        assert answer.speculation.is_synthetic
         rounds = answer.speculation.draft_count
         assert answer.speculation.accepted_per_position[2:] == [0, 0]
         assert answer.speculation.accepted_per_position[0] == rounds
+    assert caplog.text.count("output is synthetic") == len(PROMPTS)

@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 import socket
+import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -46,6 +47,19 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 @pytest.fixture
 def token_ids(tokenizer: Tokenizer) -> list[int]:
     return tokenizer.backend.encode(TEXT).ids
+
+
+@pytest.fixture
+def counting_threads(monkeypatch: pytest.MonkeyPatch) -> list[threading.Thread]:
+    """The threads that have counted what predictions were worth."""
+    threads = []
+
+    def count(prediction: Sequence[int], *answers: Sequence[int]) -> int:
+        threads.append(threading.current_thread())
+        return num_agreed(prediction, *answers)
+
+    monkeypatch.setattr("gateway.agreement.num_agreed", count)
+    return threads
 
 
 @pytest.fixture
@@ -291,6 +305,7 @@ class TestOpenAI:
         run_gateway: RunGateway,
         tokenizer: Tokenizer,
         token_ids: list[int],
+        counting_threads: list[threading.Thread],
     ) -> None:
         verifier = make_verifier()
         words = TEXT.split()
@@ -318,6 +333,8 @@ class TestOpenAI:
             "accepted_prediction_tokens": accepted,
             "rejected_prediction_tokens": len(predicted) - accepted,
         }
+        assert len(counting_threads) == 1
+        assert threading.main_thread() not in counting_threads
 
     @pytest.mark.parametrize(
         ("prediction", "field"),
@@ -398,6 +415,7 @@ class TestOpenAI:
             "num_spec_tokens": 4,
             "num_accepted_draft_tokens_per_position": [2, 2, 0, 0],
             "num_undrafted_steps": {"disabled": 1},
+            "is_synthetic": False,
         }
         assert [event async for event in events(answer)][-1]["metrics"] == unary["metrics"]
 
@@ -1647,7 +1665,11 @@ class TestGrpc:
     """The gRPC twin."""
 
     async def test_generate_streams_what_http_answers(
-        self, make_verifier: MakeVerifier, run_gateway: RunGateway, token_ids: list[int]
+        self,
+        make_verifier: MakeVerifier,
+        run_gateway: RunGateway,
+        token_ids: list[int],
+        counting_threads: list[threading.Thread],
     ) -> None:
         request = gateway_pb2.GatewayServiceGenerateRequest(
             prompt="the dog",
@@ -1683,6 +1705,8 @@ class TestGrpc:
         )
         assert accepted == num_agreed(verifier.requests[0].prediction, ids) > 0
         assert accepted + rejected == len(verifier.requests[0].prediction)
+        assert len(counting_threads) == 1
+        assert threading.main_thread() not in counting_threads
         assert list(facts.served_model_names) == ["scripted"]
         assert facts.target_model.name == "scripted"
         assert health.status == health_pb2.HealthCheckResponse.SERVING

@@ -13,7 +13,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from proposer_svc.draft_model import DraftModelDrafter
 from proposer_svc.metrics import ProposerMetrics
 from proposer_svc.proposer import ProposerCore
+from proposer_svc.run_ahead import RunAhead
 from proposer_svc.service import SERVICE_NAME, ProposerService
+from proposer_svc.session_table import Session
 from specgw import wire
 from specgw.channel import open_channel, status_to_error
 from specgw.engine.model_runner import SequenceChunk
@@ -128,12 +130,12 @@ async def serve(
     metrics: ProposerMetrics | None = None,
     max_draft_tokens: int = 4,
     max_sessions: int = 8,
+    run_ahead: RunAhead | None = None,
 ) -> AsyncIterator[tuple[Running, ServiceServer, ProposerService]]:
     runner = runner or ToyRunner()
     server = ServiceServer(SERVICE_NAME, ["127.0.0.1:0"])
-    service = ProposerService(
-        ProposerCore(DraftModelDrafter(runner, 2048), max_draft_tokens, max_sessions), metrics
-    )
+    drafter = DraftModelDrafter(runner, 2048, run_ahead=run_ahead)
+    service = ProposerService(ProposerCore(drafter, max_draft_tokens, max_sessions), metrics)
     service.register(server.grpc_server)
     service.start()
     await server.start()
@@ -428,6 +430,48 @@ async def test_draining_ends_streams_with_unavailable_and_refuses_new_ones() -> 
         for one in (client, Client(running, "w")):
             with pytest.raises(NotReady, match="draining"):
                 await one.receive()
+
+
+async def test_the_engine_drafts_ahead_while_nothing_is_asked_for() -> None:
+    runner, ahead = ToyRunner(), RunAhead(is_enabled=True)
+    async with serve(runner, run_ahead=ahead) as (running, _, _):
+        client = Client(running, "v")
+        await client.connect()
+        [block] = await client.ask(Commit(1, 2, [], 4), open=[OpenSession(1, [1, 2])])
+        async with asyncio.timeout(_DEADLINE_S):
+            while ahead.counts.token_count < 5:  # noqa: ASYNC110  no event tells of it
+                await asyncio.sleep(0)
+        runner.passes.clear()
+        committed = [*block.token_ids, toy_continuation([1, 2, *block.token_ids], 1)[0]]
+        [block] = await client.ask(Commit(1, 2, committed, 4))
+
+    assert list(block.token_ids) == toy_continuation([1, 2, *committed], 4)
+    assert ahead.counts.hit_count == 1
+
+
+async def test_a_session_that_cannot_be_opened_harms_no_other(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    healthy = DraftModelDrafter.open
+
+    def open_session(drafter: DraftModelDrafter, session: Session) -> None:
+        if session.session_id == 2:
+            raise RuntimeError("a bug")
+        healthy(drafter, session)
+
+    monkeypatch.setattr(DraftModelDrafter, "open", open_session)
+    client = Client(running, "v")
+    await client.connect()
+    blocks = await client.ask(
+        Commit(1, 2, [], 4),
+        Commit(2, 2, [], 4),
+        open=[OpenSession(1, [1, 2]), OpenSession(2, [1, 2])],
+    )
+    blocks += await client.blocks()  # refusals do not wait for the batch
+
+    by_id = {block.session_id: block for block in blocks}
+    assert list(by_id[1].token_ids) == toy_continuation([1, 2], 4)
+    assert by_id[2].reason is UndraftedReason.ERROR
 
 
 async def test_a_failing_engine_ends_all_streams_and_takes_new_ones(

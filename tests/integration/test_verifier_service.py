@@ -2,7 +2,8 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Sequence
 
 import grpc
 import pytest
@@ -11,6 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from specgw import wire
 from specgw.channel import open_channel
 from specgw.engine.model_runner import ModelRunner
+from specgw.lookup.prediction import _ends_of
 from specgw.server import ServiceServer
 from specgw.types import GenerateRequest, SamplingParams
 from specgw.v1 import types_pb2, verifier_pb2, verifier_pb2_grpc
@@ -76,6 +78,24 @@ async def test_a_client_that_goes_away_frees_the_session_on_both_services(
             while proposer.contexts:
                 await verifier.info()
         assert (await verifier.info()).step_count == steps
+
+
+async def test_a_prediction_is_read_neither_by_the_engine_nor_on_the_event_loop(
+    verifier: RunningVerifier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = []
+
+    def build(token_ids: Sequence[int], size: int) -> dict[int, list[int]]:
+        threads.append(threading.current_thread())
+        return _ends_of(token_ids, size)
+
+    monkeypatch.setattr("specgw.lookup.prediction._ends_of", build)
+    request = GenerateRequest("test", PROMPT, SHORT, prediction=[7] * 20)
+    call = verifier.stub.Generate(wire.generate_request_to_pb(request), timeout=60)
+    _ = [response async for response in call]
+
+    assert len(threads) == 3
+    assert not {"engine", "MainThread"} & {thread.name for thread in threads}
 
 
 async def test_a_session_that_waits_for_a_draft_is_freed_too(long_runner: ModelRunner) -> None:

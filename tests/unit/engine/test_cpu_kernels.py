@@ -93,6 +93,17 @@ def test_int8_rows_of_zeros_stay_zero() -> None:
     assert cpu_kernels.int8_linear(zeros, weights, None, None).eq(0).all()
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_int8_rows_that_are_no_numbers_stay_so(value: float) -> None:
+    x, weights = rand(2, 64), cpu_kernels.pack_int8(rand(10, 64))
+    x[0, 3] = value
+
+    output = cpu_kernels.int8_linear(x, weights, None, None)
+
+    assert output[0].isnan().all()
+    assert output[1].isfinite().all()
+
+
 def test_int8_weights_give_their_rows_back() -> None:
     weight, rows = rand(130, 36), torch.tensor([0, 129, 64, 64])
 

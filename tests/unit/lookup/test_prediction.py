@@ -4,13 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specgw.lookup.prediction import Prediction, num_agreed
+from specgw.lookup.prediction import PredictedText, Prediction, _ends_of, num_agreed
+from specgw.types import GenerateRequest, SamplingParams
 
 PREDICTED = list(range(100, 140))
 
 
 def drafted_after(answer: list[int], predicted: list[int] = PREDICTED) -> list[int]:
-    prediction = Prediction(predicted)
+    prediction = Prediction(PredictedText(predicted))
     prediction.follow(answer)
     return list(prediction.draft(3))
 
@@ -55,7 +56,7 @@ def test_agreed_tokens_are_counted_once_each(answer: list[int], count: int) -> N
 def test_it_does_not_matter_in_how_many_steps_an_answer_comes(
     predicted: list[int], answer: list[int], data: st.DataObject
 ) -> None:
-    prediction, rest = Prediction(predicted), list(answer)
+    prediction, rest = Prediction(PredictedText(predicted)), list(answer)
     while rest:
         count = data.draw(st.integers(1, len(rest)))
         prediction.follow(rest[:count])
@@ -63,3 +64,40 @@ def test_it_does_not_matter_in_how_many_steps_an_answer_comes(
 
     assert prediction.num_agreed == num_agreed(predicted, answer) <= len(predicted)
     assert list(prediction.draft(9)) in [predicted[i : i + 9] for i in range(len(predicted) + 1)]
+
+
+class CountedTables:
+    """Stands for the function that reads a whole prediction."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        monkeypatch.setattr("specgw.lookup.prediction._ends_of", self)
+
+    def __call__(self, token_ids: list[int], size: int) -> dict[int, list[int]]:
+        self.count += 1
+        return _ends_of(token_ids, size)
+
+
+def test_a_request_s_prediction_is_read_before_its_answer_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tables = CountedTables(monkeypatch)
+    output = (100, 101, 5, 103)
+    request = GenerateRequest("r", (1,), SamplingParams(), output, prediction=PREDICTED)
+
+    prediction = Prediction.of(request)
+    num_before = tables.count
+    assert prediction is not None
+    assert list(prediction.draft(2)) == [104, 105]
+    prediction.follow([6, 107])
+
+    assert list(prediction.draft(2)) == [108, 109]
+    assert tables.count == num_before == 3
+    assert Prediction.of(GenerateRequest("r", (1,), SamplingParams())) is None
+
+
+def test_a_prediction_is_read_once_for_all_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    tables = CountedTables(monkeypatch)
+
+    assert num_agreed(PREDICTED, [100, 101, 5], [5, 101, 102], PREDICTED) == 2 + 1 + 40
+    assert tables.count == 3

@@ -17,7 +17,6 @@ from verifier_svc.draft_length import (
     ProposerHistory,
     SessionHistory,
     StepCost,
-    expected_tokens,
     profile_steps,
 )
 
@@ -28,6 +27,11 @@ PROFILE = ((1, 0.050), (4, 0.051), (8, 0.060), (16, 0.100), (32, 0.200))
 
 def offer(extra_slots: int) -> HelloAck:
     return HelloAck("p", "scripted", SCRIPTED_MODEL, MAX_DRAFT_TOKENS, extra_slots, 10)
+
+
+def expected_tokens(num_tokens: int, rate: float) -> float:
+    """Returns the output tokens that a round of so many draft tokens gives on average."""
+    return sum(rate**i for i in range(num_tokens + 1))
 
 
 class World:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -10,15 +11,18 @@ from specgw.channel import MAX_MESSAGE_BYTES
 from specgw.hidden import LAST, MAX_COMMIT_BYTES, HiddenFormat
 from specgw.link import LinkListener
 from specgw.types import (
+    AcceptanceRule,
     DraftBlock,
     GenerateRequest,
     Hello,
     HelloAck,
     ProposeStep,
     SamplingParams,
+    TokenProbs,
     UndraftedReason,
 )
 from tests.scripted_proposers import SCRIPTED_MODEL
+from verifier_svc.draft_laws import are_laws
 from verifier_svc.drafting import Drafting
 from verifier_svc.session import Session, open_session
 
@@ -349,3 +353,32 @@ def test_hidden_states_of_many_sessions_go_in_messages_that_are_not_too_large(
         sum(len(c.hidden.values) for c in step.commit if c.hidden) < MAX_MESSAGE_BYTES
         for step in sent
     )
+
+
+@pytest.mark.parametrize("uses_draft_probs", [True, False])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_laws_are_checked_only_where_they_are_used(
+    uses_draft_probs: bool, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked: list[Sequence[int]] = []
+
+    def count(token_ids: Sequence[int], laws: Sequence[TokenProbs], vocab_size: int) -> bool:
+        checked.append(token_ids)
+        return are_laws(token_ids, laws, vocab_size)
+
+    monkeypatch.setattr("verifier_svc.drafting.are_laws", count)
+    drafting = Drafting([RecordingLink("one")], 50, TIMEOUT_S, uses_draft_probs=uses_draft_probs)
+    drafting.link_up("one", ack())
+    session = new_session(1)
+    params = replace(session.request.sampling_params, temperature=temperature)
+    session.request = replace(session.request, sampling_params=params)
+    laws = (TokenProbs(np.array([8], np.int32), np.array([1], np.float32)),) * 2
+    drafting.ask(session, 0.0)
+
+    block = DraftBlock(1, 3, (8, 8), rule=AcceptanceRule.PROBS, draft_probs=laws)
+    drafting.receive("one", block, session, 0.0)
+
+    is_used = uses_draft_probs and temperature > 0
+    assert session.draft.token_ids == (8, 8)
+    assert session.draft.probs == (laws if is_used else ())
+    assert len(checked) == is_used
