@@ -45,6 +45,7 @@ class Method:
     specgw: Mapping[str, Any] = field(default_factory=dict)
 
 
+_FIXED_LENGTH = {"verifier": {"draft_length": "fixed"}}  # else K depends on times
 _FOREIGN = {"model": "tiny/foreign", "use_heterogeneous_vocab": True}
 METHODS = (
     Method("AR", {"model": "tiny/draft"}),
@@ -143,7 +144,12 @@ def build_llm(models: Models, method: Method | None = None, draft_tokens: int = 
     drafting = {**method.speculative_config, "num_speculative_tokens": draft_tokens}
     if models.draft is not None:
         drafting["model"] = models.draft
-    return LLM(models.target, dtype=models.dtype, speculative_config=drafting, specgw=method.specgw)
+    return LLM(
+        models.target,
+        dtype=models.dtype,
+        speculative_config=drafting,
+        specgw={**method.specgw, **_FIXED_LENGTH},
+    )
 
 
 def generate(

@@ -4,14 +4,12 @@ import logging
 
 from proposer_svc.draft_vocabulary import DraftVocabulary, SharedVocabulary
 from proposer_svc.foreign_vocabulary import FOREIGN_VOCABULARIES
-from specgw.config import EngineArgs, SpeculativeConfig
+from specgw.config import EngineArgs
 from specgw.errors import ConfigError
 from specgw.model_files import read_config, resolve_model
 from specgw.types import ModelDescription
 from specgw.vocab import relate_vocabs, tokenizer_size, vocab_fingerprint
-from specgw.vocab_mapping import Coverage, coverage_problems, load_mapping
-
-_ENOUGH_TO_SAMPLE = 0.99  # of what the draft writes
+from specgw.vocab_mapping import choose_method, coverage_problems, load_mapping
 
 logger = logging.getLogger(__name__)
 
@@ -36,9 +34,9 @@ def build_vocabulary(args: EngineArgs, draft_model: ModelDescription) -> DraftVo
         logger.info("the draft has the target's tokens: nothing to map", extra={"sizes": sizes})
         return shared
     mapping = load_mapping(target_dir, target_size, draft_dir, draft_model.vocab_size)
-    if problems := coverage_problems(mapping.coverage, config.heterogeneous_vocab_method):
-        raise ConfigError(problems)
     method = choose_method(config, mapping.coverage)
+    if problems := coverage_problems(mapping.coverage, method):
+        raise ConfigError(problems)
     logger.info(
         "the draft's vocabulary is mapped",
         extra={
@@ -50,15 +48,3 @@ def build_vocabulary(args: EngineArgs, draft_model: ModelDescription) -> DraftVo
         },
     )
     return FOREIGN_VOCABULARIES[method](mapping, vocab_fingerprint(target_dir))
-
-
-def choose_method(config: SpeculativeConfig, coverage: Coverage) -> str:
-    """Returns `token` or `string`.
-
-    Text makes longer blocks than single tokens do, but its drafts are greedy. Drafts that are
-    sampled gain where hardly a token is missing.
-    """
-    if config.heterogeneous_vocab_method != "auto":
-        return config.heterogeneous_vocab_method
-    is_sampled = config.draft_sample_method != "greedy"
-    return "token" if is_sampled and coverage.weighted >= _ENOUGH_TO_SAMPLE else "string"

@@ -3,6 +3,8 @@
 Apart from `proposer.py`, so that a proposer without a model needs no torch.
 """
 
+import logging
+
 from proposer_svc.draft_grammar import DraftGrammars
 from proposer_svc.draft_model import DraftModelDrafter
 from proposer_svc.draft_sampling import DraftSampler
@@ -18,6 +20,8 @@ from specgw.grammar import compiler_for
 from specgw.model_checks import resolve_mask_token, trained_draft_tokens
 from specgw.model_files import read_config, resolve_model
 from specgw.service_settings import ProposerSettings
+
+logger = logging.getLogger(__name__)
 
 
 def _run_ahead(settings: ProposerSettings, runner: ModelRunner) -> RunAhead:
@@ -44,7 +48,13 @@ def load_model_drafter(args: EngineArgs) -> Drafter:
             compiler_for(str(config.model), runner.vocab_size, runner.eos_token_ids)
         )
     batched_tokens = args.specgw.proposer.max_num_batched_tokens
-    method = config.draft_sample_method if vocabulary.takes_samples else "greedy"
+    method = config.draft_sample_method
+    if method != "greedy" and not vocabulary.takes_samples:
+        logger.warning(
+            "drafts that are text to another vocabulary are greedy",
+            extra={"draft_sample_method": method},
+        )
+        method = "greedy"
     sampler = DraftSampler(method, args.specgw.proposer.max_draft_support)
     if not config.parallel_drafting:
         ahead = _run_ahead(args.specgw.proposer, runner)

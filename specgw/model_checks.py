@@ -15,7 +15,7 @@ from specgw.errors import ConfigError
 from specgw.method_detection import num_predicted_tokens
 from specgw.model_files import is_on_hub, read_config, resolve_model, weight_files
 from specgw.vocab import VocabKinship, VocabRelation, relate_vocabs
-from specgw.vocab_mapping import VocabMapping, coverage_problems, load_mapping
+from specgw.vocab_mapping import VocabMapping, choose_method, coverage_problems, load_mapping
 
 MASK_TOKEN_FIELDS = ("dflash_config.mask_token_id", "mask_token_id", "dspark_noise_token_id",
                      "pard_token", "ptd_token_id")  # fmt: skip
@@ -390,7 +390,7 @@ def _vocabs(pair: ModelPair) -> Iterator[str]:
         return
     assert pair.draft is not None  # or there were no relation
     if drafting.use_heterogeneous_vocab:
-        yield from _mapping_problems(pair, drafting.heterogeneous_vocab_method)
+        yield from _mapping_problems(pair, drafting)
         return
     names = f"{pair.draft.name} drafts for {pair.target.name}"
     sizes = f"{relation.draft_size} and {relation.target_size} ids"
@@ -407,12 +407,14 @@ def _vocabs(pair: ModelPair) -> Iterator[str]:
         )
 
 
-def _mapping_problems(pair: ModelPair, method: str) -> Sequence[str]:
+def _mapping_problems(pair: ModelPair, drafting: SpeculativeConfig) -> Sequence[str]:
     try:
         mapping = pair.vocab_mapping
     except ConfigError as error:
         return [f"speculative_config.use_heterogeneous_vocab: {one}" for one in error.problems]
-    return coverage_problems(mapping.coverage, method) if mapping else []
+    if mapping is None:
+        return []
+    return coverage_problems(mapping.coverage, choose_method(drafting, mapping.coverage))
 
 
 _CHECKS: tuple[Callable[[ModelPair], Iterator[str]], ...] = (

@@ -156,8 +156,11 @@ _METHODS = (
     ),
     Rule(
         "draft_sample_method",
-        lambda c: not c.use_heterogeneous_vocab or c.draft_sample_method != "probabilistic",
-        "must not be probabilistic with use_heterogeneous_vocab",
+        lambda c: (
+            c.draft_sample_method != "probabilistic" or c.heterogeneous_vocab_method != "string"
+        ),
+        "must not be probabilistic with heterogeneous_vocab_method string: what the target makes "
+        "of a text is drawn from no law; token allows it",
     ),
     Rule(
         "rejection_sample_method",

@@ -77,8 +77,8 @@ WITHOUT_EFFECT = (
     WithoutEffect("use_local_argmax_reduction", "a draft model runs on one device"),
     WithoutEffect(
         "draft_sample_method",
-        "drafts from another vocabulary are greedy; the output is the same",
-        lambda config: config.use_heterogeneous_vocab,
+        "drafts with heterogeneous_vocab_method string are greedy; the output is the same",
+        lambda config: config.heterogeneous_vocab_method == "string",
     ),
     *(
         WithoutEffect(key, "it is for n-gram methods", _other_than("ngram", "ngram_gpu"))

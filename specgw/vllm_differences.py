@@ -120,6 +120,12 @@ DIFFERENCES = (
         "draft was drawn from.",
     ),
     Difference(
+        "vocab-probabilistic",
+        "Refuses `draft_sample_method: probabilistic` with `use_heterogeneous_vocab`.",
+        "Accepts it, except with `heterogeneous_vocab_method: string`; `auto` is `token` then.",
+        "Drafts of common tokens are drawn from a law over the target's ids: the ratio test holds.",
+    ),
+    Difference(
         "safetensors",
         "Accepts pickled weights.",
         "Refuses them.",

@@ -12,12 +12,14 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from specgw.speculative_config import SpeculativeConfig
 from specgw.spelling import Spelling, load_spelling
 
 MIN_COVERAGE = 0.1
 """Least share of the draft's text that the common tokens must make up, as `Coverage.weighted`."""
 
 _KEY = "speculative_config.heterogeneous_vocab_method"
+_ENOUGH_TO_COUPLE = 0.99  # of what the draft writes
 _NOTHING = -1
 _PAIRED_ROLES = ("eos", "bos")
 
@@ -127,14 +129,28 @@ def _pair_markers(target: Spelling, draft: Spelling) -> dict[int, int]:
     return paired
 
 
+def choose_method(config: SpeculativeConfig, coverage: Coverage) -> str:
+    """Returns `token` or `string`, as configured or as `auto` has it.
+
+    Text makes longer blocks than single tokens do, but its drafts are greedy. Drafts that are
+    coupled gain where hardly a token is missing; those that need a law have one as tokens only.
+    """
+    if config.heterogeneous_vocab_method != "auto":
+        return config.heterogeneous_vocab_method
+    if config.draft_sample_method == "probabilistic":
+        return "token"
+    is_coupled = config.draft_sample_method == "coupled"
+    return "token" if is_coupled and coverage.weighted >= _ENOUGH_TO_COUPLE else "string"
+
+
 def coverage_problems(coverage: Coverage, method: str) -> list[str]:
-    """Returns why vocabularies have too little in common for a `heterogeneous_vocab_method`."""
+    """Returns why vocabularies have too little in common for `token` or `string`."""
     if not coverage.num_common:
         return [f"{_KEY}: the two vocabularies have no token in common, not even a byte"]
     if method == "token" and coverage.weighted < MIN_COVERAGE:
         return [
             f"{_KEY}: token drafts what is a token of both models: {coverage.num_common} tokens, "
             f"about {coverage.weighted:.1%} of what the draft writes; it needs {MIN_COVERAGE:.0%}; "
-            "string needs less"
+            "string needs less, for drafts that are not probabilistic"
         ]
     return []

@@ -59,8 +59,9 @@ class BlockTest:
     ) -> list[Outcome]:
         """Returns what became of each block."""
         first_rows = list(accumulate((len(block.sampling) for block in blocks), initial=0))
-        by_laws = [i for i, block in enumerate(blocks) if self._has_laws(block)]
-        others = [i for i in range(len(blocks)) if i not in set(by_laws)]
+        has_laws = [self._has_laws(block) for block in blocks]
+        by_laws = [i for i, has in enumerate(has_laws) if has]
+        others = [i for i, has in enumerate(has_laws) if not has]
         outcomes = [_NOTHING] * len(blocks)
         for i, outcome in zip(
             others, self._by_draws(blocks, first_rows, others, logits), strict=True

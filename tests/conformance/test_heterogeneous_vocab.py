@@ -27,6 +27,7 @@ from tests.conformance.test_draft_model import served
 from tests.running_services import running_verifier, token_ids, verifier_args
 from tests.unit.engine.tiny_checkpoints import save_checkpoint
 from tests.verifier_harness import GREEDY, InlineVerifier, plain_answers
+from verifier_svc.acceptance import Acceptance
 
 TINY = Path(__file__).parents[2] / "specgw" / "tiny_models"
 TEXTS = [
@@ -267,6 +268,26 @@ def test_the_same_text_by_the_same_noise_is_accepted_whatever_its_ids(
     assert answer.token_ids == plain_answers(runner, asked, SAMPLED)[tuple(asked[0])]
     assert answer.speculation is not None
     assert answer.speculation.accepted_token_count > 0.6 * answer.speculation.draft_token_count
+
+
+@pytest.mark.parametrize("method", ["token", "auto"])
+def test_drafts_drawn_from_a_law_carry_it_in_the_targets_ids(
+    method: str, tmp_path: Path, single_thread: None
+) -> None:
+    """A twin under other ids has the target's law, so nearly all that it draws is accepted."""
+    runner = load_target("target")
+    twin = permuted_twin(tmp_path / "twin", "target")
+    core = proposer("target", str(twin), method, draft_sample_method="probabilistic")
+    verifier = InlineVerifier(
+        runner, [InProcessLink(core)], acceptance=Acceptance(uses_draft_probs=True)
+    )
+
+    [answer] = verifier.generate(prompts(runner)[:1], SAMPLED)
+
+    assert answer.speculation is not None
+    assert answer.speculation.accepted_token_count > 0.6 * answer.speculation.draft_token_count
+    assert core.offer.vocab_mapping is not None
+    assert core.offer.vocab_mapping.method == "token"
 
 
 def permuted_twin(folder: Path, name: str) -> Path:

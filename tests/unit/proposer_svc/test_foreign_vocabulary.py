@@ -3,12 +3,11 @@
 import pytest
 
 from proposer_svc.draft_vocabulary import DraftContext
-from proposer_svc.draft_vocabulary_choice import choose_method
 from proposer_svc.foreign_vocabulary import FOREIGN_VOCABULARIES
 from proposer_svc.session_table import Session
 from specgw.speculative_config import SpeculativeConfig
 from specgw.types import ModelDescription
-from specgw.vocab_mapping import Coverage, VocabMapping, map_vocabs
+from specgw.vocab_mapping import Coverage, VocabMapping, choose_method, map_vocabs
 from tests.spellings import EXACT, spelling
 
 TARGET, DRAFT = "byte-level", "SentencePiece"
@@ -94,11 +93,12 @@ def test_each_token_of_the_intersection_is_one_of_the_targets() -> None:
         ("auto", "greedy", 1.0, "string"),
         ("auto", "coupled", 0.995, "token"),
         ("auto", "coupled", 0.9, "string"),
+        ("auto", "probabilistic", 0.2, "token"),
         ("token", "greedy", 0.5, "token"),
         ("string", "coupled", 1.0, "string"),
     ],
 )
-def test_auto_samples_where_hardly_a_token_is_missing(
+def test_auto_couples_where_hardly_a_token_is_missing(
     configured: str, draft_sample_method: str, weighted: float, chosen: str
 ) -> None:
     config = SpeculativeConfig.model_validate(
