@@ -36,11 +36,12 @@ class EarliestNgramLookup(NgramLookup):
 
 
 class _EarliestNgramContext(NgramContext):
-    def _extend(self) -> None:
+    def _extend(self) -> bool:
         before = {size: dict(ends) for size, ends in self._ends.items()}
-        super()._extend()
+        has_read_all = super()._extend()
         for size, ends in self._ends.items():
             ends.update(before[size])
+        return has_read_all
 
 
 def suffix(max_cached_requests: int = 10_000) -> SuffixLookup:
