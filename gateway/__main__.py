@@ -29,7 +29,7 @@ from specgw.grammar_worker import GrammarWorker
 from specgw.handshake import verifier_mismatches
 from specgw.model_files import resolve_model
 from specgw.server import ServiceServer, drain_requested
-from specgw.telemetry import configure_logging, tell_simulation
+from specgw.telemetry import configure_logging, tell_simulation, tell_synthetic
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +73,8 @@ async def serving(
     metrics = Metrics(args.served_model_names[0])
     if args.specgw.simulation is not None:
         tell_simulation(metrics.registry, "gateway")
+    if args.is_synthetic:
+        tell_synthetic(metrics.registry, "gateway")
     ledger = Ledger()
     admission = Admission(
         ledger,

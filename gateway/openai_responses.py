@@ -340,7 +340,7 @@ def _unshown(output: TextOutput) -> TextOutput:
 
 
 def speculation_body(stats: SpeculationStats, max_draft_tokens: int) -> Body:
-    """Returns the statistics under vLLM's names, with positions and undrafted rounds added.
+    """Returns the statistics under vLLM's names, with fields of our own at the end.
 
     Mean acceptance length counts the bonus token. Ratios are null without a draft.
     """
@@ -363,6 +363,7 @@ def speculation_body(stats: SpeculationStats, max_draft_tokens: int) -> Body:
         "num_spec_tokens": max_draft_tokens,
         "num_accepted_draft_tokens_per_position": per_position,
         "num_undrafted_steps": {reason.value: count for reason, count in stats.undrafted.items()},
+        "is_synthetic": stats.is_synthetic,
     }
 
 

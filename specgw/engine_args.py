@@ -218,6 +218,12 @@ class EngineArgs(Ruled):
         return is_lookup and not self.specgw.verifier.proposers
 
     @property
+    def is_synthetic(self) -> bool:
+        """Whether drafts are accepted at given rates, whatever they are."""
+        config = self.speculative_config
+        return config is not None and config.rejection_sample_method == "synthetic"
+
+    @property
     def served_model_names(self) -> tuple[str, ...]:
         """The names under which clients ask for the model."""
         return self.served_model_name or (self.model,)

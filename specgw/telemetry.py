@@ -41,6 +41,12 @@ def tell_simulation(registry: CollectorRegistry, service: str) -> None:
     Gauge(f"specgw_{service}_simulation", text, registry=registry).set(1)
 
 
+def tell_synthetic(registry: CollectorRegistry, service: str) -> None:
+    """Says in a service's metrics that drafts are accepted at given rates, whatever they are."""
+    text = "SYNTHETIC: drafts are accepted at given rates, the output is no answer of the model."
+    Gauge(f"specgw_{service}_synthetic_acceptance", text, registry=registry).set(1)
+
+
 def _printable(value: Any) -> str:
     text = str(value)
     plain = text.isprintable() and text and not set(text) & set(' "=')

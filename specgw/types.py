@@ -402,6 +402,7 @@ class SpeculationStats:
     accepted_token_count: int = 0
     accepted_per_position: list[int] = field(default_factory=list)
     undrafted: dict[UndraftedReason, int] = field(default_factory=dict)
+    is_synthetic: bool = False  # tokens were accepted at given rates, whatever they were
 
     def count_round(self, num_drafted: int, num_accepted: int) -> None:
         """Counts a round that verified `num_drafted` (at least 1) tokens."""
@@ -431,6 +432,7 @@ class SpeculationStats:
             accepted_token_count=self.accepted_token_count + other.accepted_token_count,
             accepted_per_position=[one + more for one, more in positions],
             undrafted=undrafted,
+            is_synthetic=self.is_synthetic or other.is_synthetic,
         )
 
     def copy(self) -> "SpeculationStats":
@@ -441,6 +443,7 @@ class SpeculationStats:
             self.accepted_token_count,
             list(self.accepted_per_position),
             dict(self.undrafted),
+            self.is_synthetic,
         )
 
 

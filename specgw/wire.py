@@ -239,6 +239,7 @@ def speculation_stats_from_pb(pb: types_pb2.SpeculationStats) -> SpeculationStat
         draft_token_count=pb.draft_token_count,
         accepted_token_count=pb.accepted_token_count,
         accepted_per_position=list(pb.accepted_token_count_per_position),
+        is_synthetic=pb.is_synthetic,
     )
     for rounds in pb.undrafted_rounds:
         reason = undrafted_reason_from_pb(rounds.reason) or UndraftedReason.ERROR
@@ -256,6 +257,7 @@ def speculation_stats_to_pb(stats: SpeculationStats) -> types_pb2.SpeculationSta
             types_pb2.UndraftedRounds(reason=undrafted_reason_to_pb(reason), count=count)
             for reason, count in stats.undrafted.items()
         ],
+        is_synthetic=stats.is_synthetic,
     )
 
 

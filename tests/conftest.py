@@ -20,8 +20,11 @@ MAX_MODEL_LEN = 64
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Lets a soak be asked for; by default the suite is short."""
+    """Lets a soak and all chi-squares be asked for; by default the suite is short."""
     parser.addoption("--load-rounds", type=int, default=1, help="rounds of test_load.py")
+    parser.addoption(
+        "--whole-matrix", action="store_true", help="every cell of test_lossless_distribution.py"
+    )
 
 
 def _save_random_llama(path: Path, max_model_len: int, seed: int = 0) -> Path:

@@ -388,8 +388,10 @@ class Scheduler:
         self._outputs.append((session.session_id, output))
         if finish_reason is None:
             self._drafting.ask(session, self._clock())
-        else:
-            self._end(session)
+            return
+        if session.speculation.is_synthetic:
+            logger.warning("output is synthetic", extra={"request_id": session.request.request_id})
+        self._end(session)
 
     def _count(self, session: Session, rows: VerifyRows, num_accepted: int) -> None:
         if rows.draft_token_ids:
@@ -398,6 +400,7 @@ class Scheduler:
         for stats in (session.speculation, self._speculation):
             if rows.draft_token_ids:
                 stats.count_round(len(rows.draft_token_ids), num_accepted)
+                stats.is_synthetic = self._verifier.is_synthetic
             elif session.has_started:
                 stats.count_undrafted(session.draft.reason)
 

@@ -25,7 +25,7 @@ from specgw.grammar_worker import GrammarWorker
 from specgw.handshake import build_hello
 from specgw.link import ProposerLink
 from specgw.lookup.prediction import Prediction
-from specgw.telemetry import tell_simulation
+from specgw.telemetry import tell_simulation, tell_synthetic
 from specgw.types import GenerateOutput, VerifierInfo
 from specgw.v1 import verifier_pb2, verifier_pb2_grpc
 from verifier_svc.acceptance import build_acceptance
@@ -101,6 +101,8 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
         )
         if runner.description.is_simulated:
             tell_simulation(metrics.registry, "verifier")
+        if args.is_synthetic:
+            tell_synthetic(metrics.registry, "verifier")
         metrics.watch(lambda: self.snapshot, runner.kv_cache.capacity_tokens)
         self._thread = threading.Thread(target=self._run_engine, name="engine", daemon=True)
 

@@ -88,7 +88,9 @@ class Verifier:
     ) -> None:
         """Takes a loaded model; without a rule, all drafts are tested by the one-hot rule."""
         self.runner = runner
-        self._block_test = BlockTest(acceptance or Acceptance())
+        acceptance = acceptance or Acceptance()
+        self.is_synthetic = bool(acceptance.synthetic_rates)
+        self._block_test = BlockTest(acceptance)
         self.forward_s = 0.0  # of the last pass; on a GPU, until it is under way
         self._custom_processors = custom_processors
 

@@ -424,12 +424,17 @@ class SpeculationStats(_message.Message):
     ACCEPTED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     ACCEPTED_TOKEN_COUNT_PER_POSITION_FIELD_NUMBER: _builtins.int
     UNDRAFTED_ROUNDS_FIELD_NUMBER: _builtins.int
+    IS_SYNTHETIC_FIELD_NUMBER: _builtins.int
     draft_count: _builtins.int
     """Rounds that had at least one draft token to verify."""
     draft_token_count: _builtins.int
     """Draft tokens verified."""
     accepted_token_count: _builtins.int
     """Draft tokens accepted and delivered; recovered and bonus tokens are not among them."""
+    is_synthetic: _builtins.bool
+    """Whether draft tokens were accepted at configured rates, whatever they were: then the output is synthetic, no
+    answer of the model.
+    """
     @_builtins.property
     def accepted_token_count_per_position(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Accepted draft tokens by position in the block: shape [max_draft_tokens]."""
@@ -446,10 +451,11 @@ class SpeculationStats(_message.Message):
         accepted_token_count: _builtins.int = ...,
         accepted_token_count_per_position: _abc.Iterable[_builtins.int] | None = ...,
         undrafted_rounds: _abc.Iterable[Global___UndraftedRounds] | None = ...,
+        is_synthetic: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_token_count", b"accepted_token_count", "accepted_token_count_per_position", b"accepted_token_count_per_position", "draft_count", b"draft_count", "draft_token_count", b"draft_token_count", "undrafted_rounds", b"undrafted_rounds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_token_count", b"accepted_token_count", "accepted_token_count_per_position", b"accepted_token_count_per_position", "draft_count", b"draft_count", "draft_token_count", b"draft_token_count", "is_synthetic", b"is_synthetic", "undrafted_rounds", b"undrafted_rounds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

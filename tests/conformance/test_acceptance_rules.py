@@ -183,13 +183,18 @@ def test_synthetic_rates_are_those_asked_for() -> None:
 
 @pytest.mark.parametrize("params", [GREEDY, PARAMS], ids=["greedy", "sampled"])
 def test_synthetic_acceptance_does_not_look_at_the_drafts(
-    params: SamplingParams, random_runner: ModelRunner, twin: ModelRunner
+    params: SamplingParams,
+    random_runner: ModelRunner,
+    twin: ModelRunner,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     acceptance = Acceptance(synthetic_rates=(1.0, 1.0, 0.0, 0.0))
     verifier = InlineVerifier(random_runner, [probabilistic(twin)], acceptance=acceptance)
 
     for answer in verifier.generate(PROMPTS, params):
         assert answer.speculation is not None
+        assert answer.speculation.is_synthetic
         rounds = answer.speculation.draft_count
         assert answer.speculation.accepted_per_position[2:] == [0, 0]
         assert answer.speculation.accepted_per_position[0] == rounds
+    assert caplog.text.count("output is synthetic") == len(PROMPTS)

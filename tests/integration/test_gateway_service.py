@@ -415,6 +415,7 @@ class TestOpenAI:
             "num_spec_tokens": 4,
             "num_accepted_draft_tokens_per_position": [2, 2, 0, 0],
             "num_undrafted_steps": {"disabled": 1},
+            "is_synthetic": False,
         }
         assert [event async for event in events(answer)][-1]["metrics"] == unary["metrics"]
 

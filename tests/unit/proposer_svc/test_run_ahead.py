@@ -7,29 +7,46 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from proposer_svc.draft_model import DraftModelDrafter
+from proposer_svc.draft_sampling import DraftSampler
 from proposer_svc.proposer import ProposerCore
 from proposer_svc.run_ahead import RunAhead
-from specgw.types import Commit, DraftBlock, Hello, ModelDescription, OpenSession, ProposeStep
+from specgw.types import (
+    Commit,
+    DraftBlock,
+    DraftSampling,
+    Hello,
+    ModelDescription,
+    OpenSession,
+    ProposeStep,
+)
 from tests.doubles import ToyRunner, toy_continuation
 
 pytestmark = pytest.mark.usefixtures("single_thread")
 
 K = 4
 PROMPT = (3, 4, 5)
+SAMPLING = DraftSampling(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=7)
 
 
 class Bench:
     """A proposer with one session open."""
 
-    def __init__(self, runner: ToyRunner | None = None, *, is_enabled: bool = True) -> None:
+    def __init__(
+        self,
+        runner: ToyRunner | None = None,
+        *,
+        is_enabled: bool = True,
+        sampling: DraftSampling | None = None,
+    ) -> None:
         self.runner = runner or ToyRunner()
         self.ahead = RunAhead(is_enabled)
-        drafter = DraftModelDrafter(self.runner, 2048, run_ahead=self.ahead)
+        sampler = DraftSampler("greedy" if sampling is None else "probabilistic")
+        drafter = DraftModelDrafter(self.runner, 2048, sampler=sampler, run_ahead=self.ahead)
         self.core = ProposerCore(drafter, max_draft_tokens=8, max_sessions=8)
         target = ModelDescription("target", "T", 50, "toy", 4096, "float32", "cpu")
         self.core.connect(Hello("v", target, 8))
         self.context = list(PROMPT)
-        self.core.apply("v", ProposeStep(open=[OpenSession(1, PROMPT)]))
+        self.core.apply("v", ProposeStep(open=[OpenSession(1, PROMPT, sampling=sampling)]))
         while self.core.has_work():
             self.core.step()
 
@@ -107,6 +124,39 @@ def test_a_wrong_guess_costs_what_it_took_and_no_more(num_accepted: int) -> None
     assert bench.runner.passes[0] == [1]
     assert bench.runner.passes[1:] == plain.runner.passes[1:]
     assert bench.ahead.counts.miss_count == 1
+
+
+@pytest.mark.parametrize("num_committed", range(1, K + 1))
+@pytest.mark.parametrize("num_passes", [0, 1 + K])
+def test_a_drawn_token_that_the_verifier_has_looked_at_is_not_offered_again(
+    num_passes: int, num_committed: int
+) -> None:
+    """The token in place of a rejected one may equal it, so all that is committed was drafted.
+
+    Block verification has looked at the draft tokens after it all the same.
+    """
+    bench = Bench(sampling=SAMPLING)
+    block = bench.ask([9])
+    bench.run_ahead(num_passes)
+    bench.runner.passes.clear()
+
+    again = bench.ask(block.token_ids[:num_committed])
+
+    assert len(again.draft_probs) == K
+    assert len(bench.runner.passes) == K  # every token is new
+
+
+def test_drawn_tokens_that_the_verifier_has_not_seen_make_the_next_block_free() -> None:
+    guess = Bench(sampling=SAMPLING).ask([9], K + 1).token_ids[K]
+    bench = Bench(sampling=SAMPLING)
+    block = bench.ask([9])
+    bench.run_ahead()
+    bench.runner.passes.clear()
+
+    following = bench.ask([*block.token_ids, guess])
+
+    assert bench.runner.passes == []
+    assert len(following.draft_probs) == K
 
 
 @settings(deadline=None)
