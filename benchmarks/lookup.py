@@ -15,7 +15,7 @@ import click
 
 from benchmarks.demo import PROMPTS
 from specgw import LLM, SamplingParams
-from specgw.lookup.match import Lookup
+from specgw.lookup.match import MAX_NEW_TOKENS, Lookup
 from specgw.lookup.ngram import NgramContext, NgramLookup
 from specgw.lookup.suffix import SuffixLookup, SuffixSettings
 
@@ -36,11 +36,12 @@ class EarliestNgramLookup(NgramLookup):
 
 
 class _EarliestNgramContext(NgramContext):
-    def _extend(self) -> None:
+    def _extend(self) -> bool:
         before = {size: dict(ends) for size, ends in self._ends.items()}
-        super()._extend()
+        has_read_all = super()._extend()
         for size, ends in self._ends.items():
             ends.update(before[size])
+        return has_read_all
 
 
 def suffix(max_cached_requests: int = 10_000) -> SuffixLookup:
@@ -90,7 +91,8 @@ def cost(lookup: Lookup, length: int) -> tuple[float, float]:
     context = list(text)
     opened = lookup.open(context, length)
     began = time.perf_counter()
-    opened.find(8)
+    for _ in range(length // MAX_NEW_TOKENS + 1):
+        opened.find(8)
     index_s = time.perf_counter() - began
     rounds = []
     for _ in range(_ROUNDS):

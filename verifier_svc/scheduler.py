@@ -204,14 +204,12 @@ class Scheduler:
         """
         while self._waiting and self._free_seqs > 0:
             session = self._waiting[0]
-            cache = self._verifier.runner.kv_cache.new_sequence()
-            session.reuse_rows(cache)
+            num_rows = len(session.context) + max(session.draft_room(), 0)
+            pool = self._verifier.runner.kv_cache
             try:
-                cache.reserve(len(session.context) + max(session.draft_room(), 0))
+                session.cache = pool.begin(session.reusable_blocks(), num_rows)
             except OutOfBlocks:
-                cache.release()
                 return
-            session.cache = cache
             self._count_reused(session)
             self._running.append(self._waiting.popleft())
             self._drafting.open(session, now)

@@ -121,15 +121,15 @@ class Session:
             return ()
         return request.prompt_token_ids[1 + len(self.prompt_logprobs) : 1 + num_cached]
 
-    def reuse_rows(self, cache: SequenceCache) -> None:
-        """Begins an empty cache with the rows that others have left.
+    def reusable_blocks(self) -> Sequence[bytes]:
+        """Returns the hashes of the blocks that a new cache may begin with if others left them.
 
         Rows whose logits are needed are computed: the last one, and those that score the prompt.
         """
         length = len(self.context) - 1
         if self.tokens_to_score(length):
             length = len(self.prompt_logprobs)
-        cache.adopt(self.block_hashes.within(self.context, length))
+        return self.block_hashes.within(self.context, length)
 
     def publish_rows(self) -> None:
         """Lets others use the rows of the context. There must be none of draft tokens."""

@@ -73,6 +73,26 @@ class KVCache:
         """Returns an empty sequence; it holds no block yet."""
         return SequenceCache(self)
 
+    def begin(self, hashes: Sequence[bytes], length: int) -> "SequenceCache":
+        """Returns a sequence that begins with the longest prefix in the pool, and has room.
+
+        Args:
+            hashes: As for `SequenceCache.adopt`; no more blocks than `length` rows fill.
+            length: Rows in all.
+
+        Raises:
+            OutOfBlocks: and then nothing has changed, nor has any prefix become older or younger.
+        """
+        shared = self._prefixes.find(hashes)
+        num_held = len(shared) - int(self._is_free[shared].sum())
+        num_needed = -(-length // self.block_size) - num_held
+        if num_needed > self._num_free:
+            raise OutOfBlocks(num_needed, self._num_free)
+        cache = self.new_sequence()
+        cache.adopt(hashes)
+        cache.reserve(length)
+        return cache
+
     def reserve(self, lengths: Sequence[tuple["SequenceCache", int]]) -> None:
         """Makes room in several sequences at once, or in none.
 

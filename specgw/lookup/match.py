@@ -25,6 +25,9 @@ class Match:
 
 NO_MATCH = Match()
 
+MAX_NEW_TOKENS = 2048
+"""Most tokens of a context that one call of `find` reads; about 5 ms."""
+
 
 class ContextLookup(Protocol):
     """One context, whose list of token ids belongs to the caller, who only appends to it."""
@@ -32,7 +35,9 @@ class ContextLookup(Protocol):
     def find(self, max_tokens: int) -> Match:
         """Returns up to `max_tokens` tokens that may follow the context as it is now.
 
-        The work depends on what was appended since the last call, not on the context's length.
+        The work depends on what was appended since the last call, not on the context's length. It
+        is bounded: of a long prompt, a call reads `MAX_NEW_TOKENS` at most, and what is found in
+        the context counts once all of it is read.
         """
 
     def close(self) -> None:

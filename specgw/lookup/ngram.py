@@ -7,7 +7,13 @@ two.
 
 from collections.abc import Iterator, Sequence
 
-from specgw.lookup.match import NO_MATCH, Match, common_suffix_length, copied
+from specgw.lookup.match import (
+    MAX_NEW_TOKENS,
+    NO_MATCH,
+    Match,
+    common_suffix_length,
+    copied,
+)
 
 _LONGEST_MATCH = 64  # how far back a match is followed to say how long it is
 
@@ -40,7 +46,8 @@ class NgramContext:
         self._next_end = 1  # n-grams that end before this position are in the tables
 
     def find(self, max_tokens: int) -> Match:
-        self._extend()
+        if not self._extend():
+            return NO_MATCH
         token_ids = self._token_ids
         pattern = token_ids[-_LONGEST_MATCH:]
         for size, ends in self._ends.items():
@@ -56,15 +63,19 @@ class NgramContext:
     def close(self) -> None:
         self._ends.clear()
 
-    def _extend(self) -> None:
-        """Enters the n-grams that something follows by now; a later one replaces an earlier."""
-        last = len(self._token_ids) - 1
+    def _extend(self) -> bool:
+        """Enters n-grams that something follows by now; a later one replaces an earlier.
+
+        Returns whether those are all.
+        """
+        last = min(len(self._token_ids), self._next_end + MAX_NEW_TOKENS) - 1
         for size, ends in self._ends.items():
             first = max(self._next_end, size)
             if first <= last:
                 ngrams = ngram_hashes(self._token_ids[first - size : last], size)
                 ends.update(zip(ngrams, range(first, last + 1), strict=True))
         self._next_end = max(self._next_end, last + 1)
+        return self._next_end >= len(self._token_ids)
 
 
 def ngram_hashes(token_ids: Sequence[int], size: int) -> Iterator[int]:

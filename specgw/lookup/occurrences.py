@@ -21,20 +21,31 @@ class OccurrenceIndex:
         self._latest: dict[int, dict[int, int]] = {size: {} for size in _SIZES}
         self._earlier: dict[int, array[int]] = {size: array("q", [0]) for size in _SIZES}
 
-    def extend(self) -> None:
-        """Enters the n-grams that end in tokens that something follows by now."""
+    def extend(self, max_tokens: int | None = None) -> bool:
+        """Enters the n-grams that end in tokens that something follows by now.
+
+        Args:
+            max_tokens: How many more tokens to read at most; all if it is none.
+
+        Returns:
+            Whether all are read.
+        """
+        end = len(self.token_ids)
+        if max_tokens is not None:
+            end = min(end, len(self._earlier[1]) + max_tokens)
         for size, latest in self._latest.items():
             earlier = self._earlier[size]  # by end of the n-gram: the end of the one before, or 0
-            first, last = len(earlier), len(self.token_ids) - 1
+            first, last = len(earlier), end - 1
             earlier.extend([0] * (min(size, last + 1) - first))
             first = len(earlier)
             if first > last:
                 continue
-            end = self._num_dropped + first
+            position = self._num_dropped + first
             for ngram in ngram_hashes(self.token_ids[first - size : last], size):
                 earlier.append(latest.get(ngram, 0))
-                latest[ngram] = end
-                end += 1
+                latest[ngram] = position
+                position += 1
+        return end == len(self.token_ids)
 
     def latest(self, pattern: Sequence[int], limit: int) -> dict[int, int]:
         """Returns the latest ends of what `pattern` ends with, the longest n-grams first.

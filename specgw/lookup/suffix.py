@@ -15,7 +15,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from specgw.lookup.match import NO_MATCH, Match, common_suffix_length
+from specgw.lookup.match import MAX_NEW_TOKENS, NO_MATCH, Match, common_suffix_length
 from specgw.lookup.occurrences import OccurrenceIndex
 
 _MAX_REMEMBERED_TOKENS = 2**19  # of all remembered answers: about 250 MB with their index
@@ -69,9 +69,9 @@ class SuffixContext:
         self._answers = answers
 
     def find(self, max_tokens: int) -> Match:
-        self._own.extend()
+        has_read_all = self._own.extend(MAX_NEW_TOKENS)
         pattern = self._token_ids[-self._depth :]
-        own = self._best(self._own, pattern, max_tokens)
+        own = self._best(self._own, pattern, max_tokens) if has_read_all else _Draft()
         other = self._best(self._answers.index, pattern, max_tokens)
         best = own if own.score >= other.score else other
         return Match(best.token_ids, best.length) if best.token_ids else NO_MATCH

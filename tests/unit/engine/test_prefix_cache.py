@@ -4,6 +4,8 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from specgw.engine.block_hashes import BlockHashes
 from specgw.engine.kv_cache import BLOCK_SIZE, KVCache, OutOfBlocks, SequenceCache
@@ -201,3 +203,46 @@ def test_a_pool_without_prefix_cache_finds_nothing() -> None:
     store(pool, tokens(3))
 
     assert resume(pool, tokens(3)).length == 0
+
+
+@given(
+    stored=st.lists(st.tuples(st.integers(1, 3), st.booleans()), max_size=3),
+    num_blocks=st.integers(1, 4),
+    num_more=st.integers(0, NUM_BLOCKS),
+)
+def test_a_sequence_begins_if_it_has_room_with_what_it_shares(
+    stored: list[tuple[int, bool]], num_blocks: int, num_more: int
+) -> None:
+    pools = build_pool(), build_pool()
+    for pool in pools:
+        for count, is_held in stored:
+            cache = store(pool, [*tokens(count), *[count] * BLOCK_SIZE])
+            if not is_held:
+                cache.release()
+    expected = resume(pools[0], tokens(num_blocks))
+    length = (num_blocks + num_more) * BLOCK_SIZE
+    used = pools[1].used_tokens
+    try:
+        expected.reserve(length)
+    except OutOfBlocks:
+        with pytest.raises(OutOfBlocks):
+            pools[1].begin(hashes_of(tokens(num_blocks)), length)
+        assert pools[1].used_tokens == used
+    else:
+        begun = pools[1].begin(hashes_of(tokens(num_blocks)), length)
+        assert (begun.blocks, begun.length) == (expected.blocks, expected.length)
+
+
+def test_a_prefix_that_could_not_be_used_becomes_no_younger() -> None:
+    pool = build_pool()
+    pool.new_sequence().reserve((NUM_BLOCKS - 4) * BLOCK_SIZE)
+    old, young = store(pool, tokens(2)), store(pool, tokens(2, first=1_000))
+    old.release()
+    young.release()
+
+    with pytest.raises(OutOfBlocks, match="5 KV cache blocks needed, 4 free"):
+        pool.begin(hashes_of(tokens(2)), 5 * BLOCK_SIZE)
+    pool.new_sequence().reserve(2 * BLOCK_SIZE)
+
+    assert resume(pool, tokens(2)).length == 0
+    assert resume(pool, tokens(2, first=1_000)).length == 2 * BLOCK_SIZE

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specgw.lookup.match import MAX_NEW_TOKENS
 from specgw.lookup.ngram import NgramLookup
-from tests.unit.lookup.counting import CountingTokens, random_text
+from tests.unit.lookup.counting import CountingTokens, random_text, read_all
 
 Window = tuple[int, int]
 
@@ -61,7 +62,7 @@ def test_a_round_touches_as_many_tokens_in_a_long_context_as_in_a_short_one(text
         varied = random_text(length)
         context = CountingTokens(varied if text == "varied" else varied[:50] * (length // 50))
         lookup = NgramLookup(2, 5).open(context, 0)
-        lookup.find(8)
+        read_all(lookup, length)
         context += context[500:506]
         context.num_touched = 0
 
@@ -69,3 +70,16 @@ def test_a_round_touches_as_many_tokens_in_a_long_context_as_in_a_short_one(text
         touched[length] = context.num_touched
 
     assert touched[100_000] == touched[1_000] < 400
+
+
+def test_a_long_prompt_is_read_in_pieces() -> None:
+    context = CountingTokens([*random_text(10 * MAX_NEW_TOKENS), 1_001, 1_002, 1_003, 1_001])
+    lookup = NgramLookup(1, 3).open(context, 0)
+    found, touched = [], []
+    for _ in range(11):
+        context.num_touched = 0
+        found.append(list(lookup.find(2).token_ids))
+        touched.append(context.num_touched)
+
+    assert found == [[]] * 10 + [[1_002, 1_003]]
+    assert max(touched) < 4 * MAX_NEW_TOKENS

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specgw.lookup.match import NO_MATCH
+from specgw.lookup.match import MAX_NEW_TOKENS, NO_MATCH
 from specgw.lookup.occurrences import OccurrenceIndex
 from specgw.lookup.suffix import SuffixLookup, SuffixSettings
-from tests.unit.lookup.counting import CountingTokens, random_text
+from tests.unit.lookup.counting import CountingTokens, random_text, read_all
 
 texts = st.lists(st.integers(0, 3), min_size=1, max_size=60)
 SETTINGS = SuffixSettings(24, 10, 1.0, 0.1)
@@ -180,7 +180,7 @@ def test_a_round_touches_as_many_tokens_in_a_long_context_as_in_a_short_one(text
         varied = random_text(length)
         context = CountingTokens(varied if text == "varied" else varied[:50] * (length // 50))
         lookup = SuffixLookup(SETTINGS).open(context, length)
-        lookup.find(8)
+        read_all(lookup, length)
         context += context[500:506]
         context.num_touched = 0
 
@@ -189,3 +189,16 @@ def test_a_round_touches_as_many_tokens_in_a_long_context_as_in_a_short_one(text
 
     assert abs(touched[100_000] - touched[1_000]) < 1_000
     assert touched[100_000] < 2_000
+
+
+def test_a_long_prompt_is_read_in_pieces() -> None:
+    context = CountingTokens([*random_text(10 * MAX_NEW_TOKENS), 1_001, 1_002, 1_003, 1_001])
+    lookup = SuffixLookup(SETTINGS).open(context, len(context))
+    found, touched = [], []
+    for _ in range(11):
+        context.num_touched = 0
+        found.append(list(lookup.find(1).token_ids))
+        touched.append(context.num_touched)
+
+    assert found == [[]] * 10 + [[1_002]]
+    assert max(touched) < 6 * MAX_NEW_TOKENS

@@ -193,3 +193,29 @@ def test_answers_are_those_without_a_prefix_cache(
 
     assert [verifier.answers[session_id].token_ids for session_id in ids] == expected
     assert tight_runner.kv_cache.used_tokens == 0
+
+
+def test_a_request_that_waits_for_room_holds_no_prefix_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runner = ToyRunner(kv_cache_tokens=6 * BLOCK_SIZE)
+    verifier = InlineVerifier(runner)
+    verifier.generate([[5] * 3 * BLOCK_SIZE], replace(GREEDY, max_tokens=1))
+    verifier.submit([9] * 2 * BLOCK_SIZE)
+    verifier.step()
+    held: list[int] = []
+    hold = runner.kv_cache.hold_prefix
+
+    def count(hashes: Sequence[bytes]) -> list[int]:
+        held.append(len(hashes))
+        return hold(hashes)
+
+    monkeypatch.setattr(runner.kv_cache, "hold_prefix", count)
+
+    verifier.submit([5] * 4 * BLOCK_SIZE)
+    verifier.step(5)
+    assert verifier.scheduler.snapshot.waiting_count == 1
+    assert held == []
+    verifier.run()
+
+    assert len(held) == 1
