@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specgw.engine.attention import Batch, BatchAttention, CausalMasks
+from specgw.engine.attention import Batch, BatchAttention, CausalMasks, SequenceRows
 from specgw.engine.kv_cache import KVCache, SequenceCache
 from specgw.hidden import LAST, HiddenFormat
 from specgw.types import ModelDescription
@@ -98,7 +98,9 @@ class ModelRunner:
             slots.extend(chunk.cache.slot_ids(start, end))
             logit_rows.extend(range(len(token_ids) - chunk.num_logits, len(token_ids)))
         ids, at, into = torch.tensor((token_ids, positions, slots)).to(self.device).unbind()
-        parts = [(chunk.cache, len(chunk.token_ids)) for chunk in chunks]
+        parts = [
+            SequenceRows(chunk.cache, len(chunk.token_ids), chunk.num_logits) for chunk in chunks
+        ]
         rows = None
         if len(logit_rows) < len(token_ids):
             rows = torch.tensor(logit_rows, dtype=torch.int64, device=self.device)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from specgw.engine.attention import BatchAttention, CausalMasks, max_rows
+from specgw.engine.attention import BatchAttention, CausalMasks, SequenceRows, max_rows
 from specgw.engine.kv_cache import BLOCK_SIZE, KVCache, SequenceCache
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 4, 2, 8
@@ -40,7 +40,8 @@ def attend(
         slots += cache.slot_ids(cache.length, cache.length + len(rows))
     counts = [(cache, len(rows)) for cache, rows in parts]
     qkv = torch.cat([rows for _, rows in parts])
-    attention = BatchAttention(pool, masks, torch.tensor(slots), counts)
+    sizes = [SequenceRows(cache, count, 1) for cache, count in counts]
+    attention = BatchAttention(pool, masks, torch.tensor(slots), sizes)
     output = attention(0, qkv[:, :NUM_HEADS], qkv[:, NUM_HEADS:], SCALE, window)
     for cache, count in counts:
         cache.length += count

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specgw.engine import cpu_kernels
-from specgw.engine.attention import BatchAttention, CausalMasks
+from specgw.engine.attention import BatchAttention, CausalMasks, SequenceRows
 from specgw.engine.kv_cache import KVCache
 
 BF16 = torch.bfloat16
@@ -151,6 +151,30 @@ def test_rotate(num_rows: int, head_dim: int) -> None:
     assert is_close(x, expected)
 
 
+@pytest.mark.parametrize("num_missing", [1, 50])
+@pytest.mark.parametrize("num_drafts", [0, 3, 31, 32, 128])
+def test_a_row_with_logits_does_not_depend_on_the_drafts_after_it(
+    num_missing: int, num_drafts: int
+) -> None:
+    """Bit for bit, or a near tie would be decided in another way."""
+    length, head_dim = 300, 64
+    stored, queries = rand(length + 128, 4, head_dim), rand(num_missing + 128, 6, head_dim)
+
+    def attend(num_drafts: int) -> Tensor:
+        pool = KVCache(1, 2, head_dim, 1024, BF16, torch.device("cpu"))
+        sequence = pool.new_sequence()
+        sequence.reserve(length + num_drafts)
+        pool.layers[0][sequence.slot_ids(0, length)] = stored[:length]
+        sequence.length = length - num_missing
+        slots = torch.tensor(sequence.slot_ids(sequence.length, length + num_drafts))
+        part = SequenceRows(sequence, num_missing + num_drafts, 1 + num_drafts)
+        attention = BatchAttention(pool, CausalMasks(BF16, torch.device("cpu")), slots, [part])
+        new = stored[sequence.length : length + num_drafts]
+        return attention(0, queries[: num_missing + num_drafts], new, 0.2)
+
+    assert torch.equal(attend(num_drafts)[:num_missing], attend(0))
+
+
 @pytest.mark.parametrize("window", [None, 5, 64, 70])
 @pytest.mark.parametrize(("group", "head_dim"), [(1, 32), (3, 64), (16, 256)])
 def test_attention_of_single_rows(window: int | None, group: int, head_dim: int) -> None:
@@ -170,7 +194,9 @@ def test_attention_of_single_rows(window: int | None, group: int, head_dim: int)
         sequence.length = length - count
         slots += sequence.slot_ids(length - count, length)
     new = torch.cat([rows[-count:] for rows, count in zip(stored, counts, strict=True)])
-    parts = list(zip(sequences, counts, strict=True))
+    parts = [
+        SequenceRows(sequence, count, 1) for sequence, count in zip(sequences, counts, strict=True)
+    ]
     masks = CausalMasks(BF16, torch.device("cpu"))
     attention = BatchAttention(pool, masks, torch.tensor(slots), parts)
 
