@@ -1,5 +1,6 @@
 """The block allocator: who holds which block."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -149,3 +150,24 @@ def test_no_block_is_lost_or_given_twice(steps: list[tuple[int, str, int]]) -> N
     for sequence in sequences:
         sequence.release()
     assert pool.used_tokens == 0
+
+
+@given(
+    st.lists(st.none() | st.integers(0, 5), min_size=NUM_BLOCKS, max_size=NUM_BLOCKS).filter(any),
+    st.integers(1, NUM_BLOCKS + 3),
+)
+def test_room_is_made_where_the_latest_use_is_longest_ago(
+    uses: list[int | None], count: int
+) -> None:
+    """The definition, use by use; `None` is for a block that is held."""
+    pool = build_cache()
+    pool._is_free = np.array([use is not None for use in uses])
+    pool._last_used = np.array([use or 0 for use in uses])
+    runs = [pool._largest_run(use) for use in sorted({use for use in uses if use is not None})]
+    expected = next((run for run in runs if run[1] >= count), runs[-1])
+    scanned: list[int] = []
+    scan = pool._largest_run
+    pool._largest_run = lambda use: scanned.append(use) or scan(use)  # type: ignore[method-assign, func-returns-value]
+
+    assert pool._least_used_run(count) == expected
+    assert len(scanned) == 1
