@@ -24,8 +24,8 @@ logger = logging.getLogger(__name__)
 class LogitsProcessor(Protocol):
     """One session's rule on logits, with whatever it remembers of the output.
 
-    `advance` and `take_back` keep it at the row's prefix: tokens come in order, and only the last
-    ones are ever taken back.
+    `advance` and `take_back` keep it at the row's prefix: tokens come in order, any number at once,
+    and only the last ones are ever taken back.
     """
 
     def apply(
@@ -35,8 +35,8 @@ class LogitsProcessor(Protocol):
     ) -> None:
         """Changes the logits, in place, of the token that follows `output_token_ids`."""
 
-    def advance(self, token_id: int) -> None:
-        """Takes one more output token, drafted or committed."""
+    def advance(self, token_ids: Sequence[int]) -> None:
+        """Takes more output tokens, drafted or committed."""
 
     def take_back(self, token_ids: Sequence[int]) -> None:
         """Forgets the last tokens of the output, which were these."""
@@ -49,23 +49,30 @@ class RowProcessors:
         self, processors: Sequence[LogitsProcessor], output_token_ids: Sequence[int] = ()
     ) -> None:
         self._processors = processors
+        # An operator's own rule is not shown outputs that cannot be.
+        self._stops_at_forbidden = any(isinstance(one, CustomRule) for one in processors)
         self._output: list[int] = []
         self._num_committed = 0
         self.commit(output_token_ids)
 
     def rows(
         self,
-        logits: Tensor,  # [num_rows, vocab_size]
+        logits: Tensor,  # [num_rows, vocab_size] float32, changed in place
         draft_token_ids: Sequence[int],  # [num_rows - 1]
-    ) -> Iterator[Tensor]:  # each [vocab_size] float32
-        """Yields the processed logits of one row after the other, as far as they are asked for.
+    ) -> Iterator[Tensor]:  # each [vocab_size]
+        """Processes one row after the other and yields it, as far as rows are asked for.
 
-        The raw logits stay as they are. To be followed by `commit`.
+        Rows after a forbidden draft token mean nothing. To be followed by `commit`.
+
+        Raises:
+            SpecgwError: from the row that cannot be processed.
         """
-        for offset, raw in enumerate(logits):
+        for offset, row in enumerate(logits):
             if offset:
-                self._advance(draft_token_ids[offset - 1])
-            row = raw.to(torch.float32, copy=True)
+                draft = draft_token_ids[offset - 1]
+                if self._stops_at_forbidden and logits[offset - 1, draft] == -torch.inf:
+                    return
+                self._advance([draft])
             for processor in self._processors:
                 processor.apply(row, self._output)
             yield row
@@ -80,14 +87,14 @@ class RowProcessors:
             num_kept += 1
         if num_kept < len(drafted):
             self._take_back(len(drafted) - num_kept)
-        for token_id in token_ids[num_kept:]:
-            self._advance(token_id)
+        if num_kept < len(token_ids):
+            self._advance(token_ids[num_kept:])
         self._num_committed = len(self._output)
 
-    def _advance(self, token_id: int) -> None:
-        self._output.append(token_id)
+    def _advance(self, token_ids: Sequence[int]) -> None:
+        self._output.extend(token_ids)
         for processor in self._processors:
-            processor.advance(token_id)
+            processor.advance(token_ids)
 
     def _take_back(self, count: int) -> None:
         token_ids = self._output[-count:]
@@ -99,7 +106,7 @@ class RowProcessors:
 class _Stateless:
     """What processors are that need nothing but the output as it stands."""
 
-    def advance(self, token_id: int) -> None:
+    def advance(self, token_ids: Sequence[int]) -> None:
         """Remembers nothing."""
 
     def take_back(self, token_ids: Sequence[int]) -> None:
@@ -203,12 +210,15 @@ class Penalties:
         logits.sub_(self._counts, alpha=self._frequency)
         logits.sub_(in_output.float(), alpha=self._presence)
 
-    def advance(self, token_id: int) -> None:
-        self._counts[token_id] += 1
+    def advance(self, token_ids: Sequence[int]) -> None:
+        self._count(token_ids, 1.0)
 
     def take_back(self, token_ids: Sequence[int]) -> None:
-        for token_id in token_ids:
-            self._counts[token_id] -= 1
+        self._count(token_ids, -1.0)
+
+    def _count(self, token_ids: Sequence[int], change: float) -> None:
+        ids = torch.tensor(token_ids, device=self._counts.device)
+        self._counts.index_put_((ids,), self._counts.new_tensor(change), accumulate=True)
 
 
 class GrammarRule:
@@ -230,9 +240,9 @@ class GrammarRule:
         is_ruled_out = logits.max() == -torch.inf
         logits.masked_fill_(allowed & is_ruled_out, 0.0)
 
-    def advance(self, token_id: int) -> None:
-        if self._num_beyond or not self._matcher.advance([token_id]):
-            self._num_beyond += 1
+    def advance(self, token_ids: Sequence[int]) -> None:
+        num_within = 0 if self._num_beyond else self._matcher.advance(token_ids)
+        self._num_beyond += len(token_ids) - num_within
 
     def take_back(self, token_ids: Sequence[int]) -> None:
         num_beyond = min(self._num_beyond, len(token_ids))

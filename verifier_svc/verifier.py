@@ -6,6 +6,7 @@ Knows nothing of sessions' lives, proposers or clocks: caches and tokens in, out
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -64,6 +65,8 @@ class VerifyRows:
 class Verified:
     """What one session's rows gave: accepted draft tokens, then one token of the target's own.
 
+    That last one is not there if its row cannot be processed; the next step tells why.
+
     Log probabilities are there if asked for: of the output tokens, and of the prompt's. So are the
     hidden states of the rows that stay in the cache, [num_rows, hidden_size]. With an `error`, the
     session cannot go on; others are none the worse for it.
@@ -75,6 +78,9 @@ class Verified:
     prompt_logprobs: Sequence[TokenLogprobs] = ()
     hidden: Tensor | None = None
     error: SpecgwError | None = None
+
+
+_NOTHING = Verified((), 0)  # from rows that are not verified
 
 
 class Verifier:
@@ -116,13 +122,34 @@ class Verifier:
         sizes = [n for rows in batch for n in (len(rows.scored_token_ids), rows.num_verified)]
         parts = torch.split(logits, sizes)
         scored, raw = parts[::2], parts[1::2]
-        if any(rows.scored_token_ids for rows in batch):
-            logits = torch.cat(raw)  # [sum of num_verified, vocab_size]
-        logits, errors = _processed(logits, batch)
-        outcomes = self._block_test.verify([_block(rows) for rows in batch], logits)
-        results = list(map(_settle, batch, outcomes, errors))
-        results = list(map(_with_logprobs, batch, results, scored, raw))
+        results = list(map(_with_logprobs, batch, self._test(batch, raw, logits), scored, raw))
         return results if hidden is None else _with_hidden(batch, results, hidden)
+
+    def _test(
+        self,
+        batch: Sequence[VerifyRows],
+        parts: Sequence[Tensor],  # each [num_verified, vocab_size]
+        logits: Tensor,  # what they are parts of
+    ) -> list[Verified]:
+        """Tests every block; those with processors apart, since only these need float32."""
+        results = [_NOTHING] * len(batch)
+        for is_processed in (False, True):
+            chosen = [i for i, rows in enumerate(batch) if _is_processed(rows) == is_processed]
+            if not chosen:
+                continue
+            some, own = [batch[i] for i in chosen], [parts[i] for i in chosen]
+            if is_processed:
+                judged = _process(some, logits := torch.cat(own).float())
+            else:
+                judged = [
+                    _Judged(len(rows.draft_token_ids), part)
+                    for rows, part in zip(some, own, strict=True)
+                ]
+            left = _join([one.logits for one in judged], logits)
+            outcomes = self._block_test.verify(list(map(_block, some, judged)), left)
+            for i, verified in zip(chosen, map(_settle, some, judged, outcomes), strict=True):
+                results[i] = verified
+        return results
 
     def _forward(self, batch: Sequence[VerifyRows]) -> tuple[Tensor, Tensor | None]:
         """Returns logits, [num_logits, vocab_size], and hidden states if anyone wants them."""
@@ -137,45 +164,62 @@ def _chunk(rows: VerifyRows) -> SequenceChunk:
     return SequenceChunk(rows.cache, token_ids, rows.num_logits)
 
 
-def _processed(
-    logits: Tensor,  # [sum of num_verified, vocab_size]
-    batch: Sequence[VerifyRows],
-) -> tuple[Tensor, list[SpecgwError | None]]:
-    """Returns the logits after every session's processors, and what went wrong with each."""
-    errors: list[SpecgwError | None] = [None] * len(batch)
-    if all(rows.processors is None or not rows.is_complete for rows in batch):
-        return logits, errors
-    logits = logits.to(torch.float32, copy=True)
-    first = 0
-    for index, rows in enumerate(batch):
-        last = first + rows.num_verified
-        if rows.processors is not None and rows.is_complete:
-            try:
-                _process(rows.processors, rows.draft_token_ids, logits[first:last])
-            except SpecgwError as error:
-                errors[index] = error
-        first = last
-    return logits, errors
+@dataclass(frozen=True, slots=True)
+class _Judged:
+    """What is left of a session's block, and the logits that it is tested by.
+
+    With an `error`, there is no token to draw after the last draft token.
+    """
+
+    num_drafts: int
+    logits: Tensor  # [num_drafts + 1, vocab_size]; none of an incomplete context
+    error: SpecgwError | None = None
+
+
+def _join(parts: Sequence[Tensor], whole: Tensor) -> Tensor:
+    """Returns the parts as one tensor: the whole itself if they are all of it, in order."""
+    return whole if sum(map(len, parts)) == len(whole) else torch.cat(list(parts))
+
+
+def _is_processed(rows: VerifyRows) -> bool:
+    return rows.processors is not None and rows.is_complete
 
 
 def _process(
-    processors: RowProcessors,
-    draft_token_ids: Sequence[int],
-    logits: Tensor,  # [num_verified, vocab_size], changed in place
-) -> None:
-    """Applies a session's processors, down to a draft token that they forbid.
+    batch: Sequence[VerifyRows],
+    logits: Tensor,  # [sum of num_verified, vocab_size] float32, changed in place
+) -> list[_Judged]:
+    """Applies the sessions' processors and cuts each block at the first row that cannot be passed.
 
-    It will be rejected, whatever the rule, so that no row after it counts.
+    Such a row forbids all tokens, or cannot be processed. The cut depends on the draft tokens
+    before it alone, as a proposer's own choice to stop would, so that every rule stays exact.
     """
-    processed = processors.rows(logits, draft_token_ids)
-    for offset, row in enumerate(processed):
-        logits[offset] = row
-        if offset < len(draft_token_ids) and row[draft_token_ids[offset]] == -torch.inf:
-            return
+    parts = torch.split(logits, [rows.num_verified for rows in batch])
+    failures = [_process_block(*one) for one in zip(batch, parts, strict=True)]
+    is_dead = iter((logits.amax(dim=1) == -torch.inf).tolist())
+    judged = []
+    for part, (num_drafts, error) in zip(parts, failures, strict=True):
+        first_dead = [*islice(is_dead, len(part)), True].index(True)
+        if first_dead < num_drafts:
+            num_drafts, error = first_dead, None
+        judged.append(_Judged(num_drafts, part[: num_drafts + 1], error))
+    return judged
 
 
-def _block(rows: VerifyRows) -> Block:
-    params = rows.sampling_params
+def _process_block(rows: VerifyRows, logits: Tensor) -> tuple[int, SpecgwError | None]:
+    """Returns how many draft tokens come before the row that fails, if any, and how it fails."""
+    assert rows.processors is not None
+    num_processed = 0
+    try:
+        for _ in rows.processors.rows(logits, rows.draft_token_ids):
+            num_processed += 1
+    except SpecgwError as error:
+        return num_processed, error
+    return len(rows.draft_token_ids), None
+
+
+def _block(rows: VerifyRows, judged: _Judged) -> Block:
+    params, num_drafts = rows.sampling_params, judged.num_drafts
     sampling = [
         RowSampling(
             temperature=params.temperature,
@@ -185,17 +229,26 @@ def _block(rows: VerifyRows) -> Block:
             seed=rows.seed,
             position=rows.context_length + offset,
         )
-        for offset in range(rows.num_verified)
+        for offset in range(len(judged.logits))
     ]
-    return Block(rows.draft_token_ids, rows.draft_probs, sampling, rows.processors is not None)
+    return Block(
+        rows.draft_token_ids[:num_drafts],
+        rows.draft_probs[:num_drafts],
+        sampling,
+        rows.processors is not None,
+    )
 
 
-def _settle(rows: VerifyRows, outcome: Outcome, error: SpecgwError | None) -> Verified:
+def _settle(rows: VerifyRows, judged: _Judged, outcome: Outcome) -> Verified:
     """Commits what was accepted to the cache and the processors."""
-    if not rows.is_complete or error is not None:
-        return Verified((), 0, error=error)
-    output = (*rows.draft_token_ids[: outcome.num_accepted], outcome.token_id)
-    rows.cache.truncate(rows.context_length + outcome.num_accepted)
+    if not rows.is_complete:
+        return _NOTHING
+    output = tuple(rows.draft_token_ids[: outcome.num_accepted])
+    if judged.error is None or outcome.num_accepted < judged.num_drafts:
+        output = (*output, outcome.token_id)
+    if not output:
+        return Verified((), 0, error=judged.error)
+    rows.cache.truncate(rows.context_length + len(output) - 1)
     if rows.processors is not None:
         rows.processors.commit(output)
     return Verified(output, outcome.num_accepted)
@@ -230,7 +283,7 @@ def _with_hidden(
     added, first = [], 0
     for rows, result in zip(batch, results, strict=True):
         if rows.wants_hidden:
-            last = first + len(rows.missing_token_ids) + result.num_accepted
+            last = first + len(rows.missing_token_ids) + max(len(result.output_token_ids) - 1, 0)
             result = replace(result, hidden=hidden[first:last])
         added.append(result)
         first += rows.num_rows

@@ -8,16 +8,21 @@ import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
 from torch import Tensor
 
+from specgw.engine.loading import ModelOptions, load_model
 from specgw.engine.model_runner import ModelRunner
+from specgw.engine.sampling import RowSampling, sample
 from specgw.link import InProcessLink
 from specgw.types import SamplingParams
 from tests.conftest import VOCAB_SIZE
-from tests.scripted_proposers import Answers, ScriptedProposer, half, liar, oracle
+from tests.scripted_proposers import Answers, ScriptedProposer, half, liar, oracle, script
 from tests.verifier_harness import GREEDY, InlineVerifier, plain_answers
+from verifier_svc import block_test
 
 EOS = VOCAB_SIZE - 1
 PROMPTS = [[9], [4, 8, 15, 16, 23, 42], [7] * 20, list(range(30))]
@@ -207,3 +212,101 @@ def test_a_custom_processor_that_fails_ends_its_own_session_only(
     assert answers[2].token_ids == []
     assert [answers[1].token_ids, answers[3].token_ids] == [expected[1], expected[3]]
     assert random_runner.kv_cache.used_tokens == 0
+
+
+@pytest.mark.parametrize("num_draft_tokens", [1, 3, 7])
+@pytest.mark.parametrize("proposer", PROPOSERS)
+def test_a_custom_processor_that_fails_does_so_at_the_same_token_with_drafts(
+    proposer: str, num_draft_tokens: int, random_runner: ModelRunner
+) -> None:
+    """It fails on a prefix of the output; a draft may come to it early, but not instead."""
+    answers = plain_answers(random_runner, PROMPTS, BASES["greedy"])
+    verifier = InlineVerifier(
+        random_runner,
+        [InProcessLink(PROPOSERS[proposer](answers))],
+        max_draft_tokens=num_draft_tokens,
+        custom_processors=[Failing(VOCAB_SIZE)],
+    )
+
+    answer, *_ = verifier.generate(PROMPTS, BASES["greedy"])
+
+    assert str(answer.error) == "the logits processor Failing failed"
+    assert answer.token_ids == answers[tuple(PROMPTS[0])][:3]
+
+
+class FailingAfter:
+    """A custom processor that fails behind a token that the target does not say."""
+
+    def __init__(self, token_id: int) -> None:
+        self._token_id = token_id
+
+    def __call__(
+        self, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int], logits: Tensor
+    ) -> Tensor:
+        if self._token_id in output_token_ids:
+            raise KeyError("by script")
+        return logits
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_a_rejected_draft_ends_no_request(base: str, random_runner: ModelRunner) -> None:
+    answers = plain_answers(random_runner, PROMPTS, BASES[base])
+    never = min(set(range(VOCAB_SIZE)) - {i for answer in answers.values() for i in answer})
+    verifier = InlineVerifier(
+        random_runner,
+        [InProcessLink(ScriptedProposer(script(never, 1, 2)))],
+        custom_processors=[FailingAfter(never)],
+    )
+
+    together = verifier.generate(PROMPTS, BASES[base])
+
+    assert [answer.error for answer in together] == [None] * len(PROMPTS)
+    assert [answer.token_ids for answer in together] == list(answers.values())
+
+
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"min_tokens": 4, "allowed_token_ids": [EOS]},
+        {"allowed_token_ids": [5], "bad_words_token_ids": [(5,)]},
+        {"allowed_token_ids": [5, 6], "bad_words_token_ids": [(5, 5), (5, 6), (6, 5), (6, 6)]},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("drafts", [(0,), (0, 0, 0, 0), (5, 0, 276), (6, 0, 276)], ids=str)
+def test_where_nothing_is_allowed_drafts_change_nothing(
+    drafts: tuple[int, ...],
+    changes: dict[str, object],
+    base: str,
+    random_runner: ModelRunner,
+) -> None:
+    params = replace(BASES[base], max_tokens=6, **changes)  # type: ignore[arg-type]
+    answers = plain_answers(random_runner, PROMPTS, params)
+    link = InProcessLink(ScriptedProposer(script(*drafts)))
+
+    together = InlineVerifier(random_runner, [link]).generate(PROMPTS, params)
+
+    assert [answer.token_ids for answer in together] == list(answers.values())
+
+
+def test_only_sessions_with_such_parameters_are_tested_in_float32(
+    random_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A vocabulary of float32 logits for every row would cost all others time."""
+    runner = load_model(ModelOptions(str(random_model_dir), dtype="bfloat16", kv_cache_tokens=4096))
+    tested: list[tuple[int, torch.dtype]] = []
+
+    def record(logits: Tensor, rows: Sequence[RowSampling]) -> list[int]:
+        tested.append((len(logits), logits.dtype))
+        return sample(logits, rows)
+
+    monkeypatch.setattr(block_test, "sample", record)
+    verifier = InlineVerifier(runner)
+    for prompt in PROMPTS[:3]:
+        verifier.submit(prompt, replace(GREEDY, max_tokens=1))
+    verifier.submit(PROMPTS[3], replace(_params("greedy", "logit_bias"), max_tokens=1))
+
+    verifier.run()
+
+    assert tested == [(3, torch.bfloat16), (1, torch.float32)]

@@ -25,7 +25,7 @@ from specgw.structured_outputs import StructuredOutputsParams
 from specgw.types import FinishReason, SamplingParams
 from tests.conftest import VOCAB_SIZE
 from tests.doubles import InlineExecutor
-from tests.scripted_proposers import Answers, ScriptedProposer, half, liar, oracle
+from tests.scripted_proposers import Answers, ScriptedProposer, half, liar, oracle, script
 from tests.tiny_tokenizers import of_tokens
 from tests.unit.test_grammar import TOO_COMPLEX
 from tests.verifier_harness import GREEDY, Answer, InlineVerifier, plain_answers
@@ -238,6 +238,29 @@ def test_a_grammar_too_complex_to_follow_ends_its_own_request_alone(
     assert "is too complex" in str(error)
     assert [verifier.answers[one].token_ids for one in fine] == list(expected.values())
     assert random_runner.kv_cache.used_tokens == 0
+
+
+def test_a_draft_into_what_is_too_complex_ends_no_request(
+    random_runner: ModelRunner, grammars: GrammarCompiler
+) -> None:
+    """After "[" the grammar allows "{", behind which it cannot be followed; the target says "1"."""
+    items = {"anyOf": [TOO_COMPLEX, {"const": 1}]}
+    schema = {"type": "array", "items": items, "minItems": 2, "maxItems": 2}
+    params = replace(
+        BASES["greedy"],
+        structured_outputs=StructuredOutputsParams(json=schema, disable_any_whitespace=True),
+        logit_bias={TOKENS.index("1"): 100.0},
+    )
+    drafts = [TOKENS.index(one) for one in '{"p']
+    link = InProcessLink(ScriptedProposer(script(*drafts)))
+    verifier = InlineVerifier(random_runner, [link], grammars=grammars)
+
+    together = verifier.generate(PROMPTS, params)
+
+    expected = plain_answers(random_runner, PROMPTS, params, grammars)
+    assert [answer.error for answer in together] == [None] * len(PROMPTS)
+    assert [answer.token_ids for answer in together] == list(expected.values())
+    assert {_text(answer) for answer in together} == {"[1,1]"}
 
 
 @pytest.mark.parametrize("num_draft_tokens", [1, 3, 7])

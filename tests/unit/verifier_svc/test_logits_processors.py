@@ -1,13 +1,14 @@
 """Processed logits equal those of plain loops over the prefix, row by row, whatever was drafted."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from specgw.types import GenerateRequest, SamplingParams
 from verifier_svc.logits_processors import RowProcessors, build_processors
@@ -84,14 +85,12 @@ def test_every_row_is_judged_by_its_own_prefix(
     output = list(resumed)
     for drafts, num_accepted, own in rounds:
         logits = torch.randn(len(drafts) + 1, VOCAB_SIZE, generator=generator)
-        before = logits.clone()
         num_accepted = min(num_accepted, len(drafts))
-        rows = processors.rows(logits, drafts)
+        rows = processors.rows(logits.clone(), drafts)
 
         for offset in range(num_accepted + 1):  # the rows after a mismatch are never asked for
             expected = reference(logits[offset], params, prompt, [*output, *drafts[:offset]])
             assert next(rows).tolist() == pytest.approx(expected, rel=1e-6, abs=1e-5)
-        assert torch.equal(logits, before)
 
         committed = [*drafts[:num_accepted], own]
         processors.commit(committed)
@@ -108,11 +107,11 @@ def test_rows_that_were_looked_at_too_far_leave_no_trace(
     logits = torch.linspace(-2, 2, VOCAB_SIZE).expand(len(drafts) + 1, -1)
     committed = [*drafts[: min(num_accepted, len(drafts))], 3]
 
-    list(looked.rows(logits, drafts))
+    list(looked.rows(logits.clone(), drafts))
     looked.commit(committed)
     fresh.commit(committed)
 
-    assert torch.equal(next(looked.rows(logits, ())), next(fresh.rows(logits, ())))
+    assert torch.equal(next(looked.rows(logits.clone(), ())), next(fresh.rows(logits.clone(), ())))
 
 
 def test_parameters_that_change_no_logits_need_no_processors() -> None:
@@ -137,6 +136,33 @@ def test_min_tokens_holds_back_the_end_for_exactly_that_many(ignore_eos: bool) -
     assert all(row[1] for row in finite)
 
 
+class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the calls of torch operators."""
+
+    num_calls = 0
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        self.num_calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_long_output_is_resumed_with_no_more_operations_than_a_short_one() -> None:
+    params = SamplingParams(presence_penalty=1.0)
+    counts = []
+    for length in (4, 400):
+        with Operations() as operations:  # type: ignore[no-untyped-call]
+            build(params, output=[3] * length)
+        counts.append(operations.num_calls)
+
+    assert counts[0] == counts[1] > 0
+
+
 def test_repetition_counts_the_prompt_and_the_others_do_not() -> None:
     logits = torch.ones(1, VOCAB_SIZE)
     repetition, presence = (
@@ -146,5 +172,5 @@ def test_repetition_counts_the_prompt_and_the_others_do_not() -> None:
     assert repetition is not None
     assert presence is not None
 
-    assert next(repetition.rows(logits, ()))[4] == 0.5
-    assert next(presence.rows(logits, ()))[4] == 1.0
+    assert next(repetition.rows(logits.clone(), ()))[4] == 0.5
+    assert next(presence.rows(logits.clone(), ()))[4] == 1.0
