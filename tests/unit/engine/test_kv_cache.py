@@ -1,5 +1,7 @@
 """The block allocator: who holds which block."""
 
+from unittest.mock import patch
+
 import numpy as np
 import pytest
 import torch
@@ -165,9 +167,8 @@ def test_room_is_made_where_the_latest_use_is_longest_ago(
     pool._last_used = np.array([use or 0 for use in uses])
     runs = [pool._largest_run(use) for use in sorted({use for use in uses if use is not None})]
     expected = next((run for run in runs if run[1] >= count), runs[-1])
-    scanned: list[int] = []
-    scan = pool._largest_run
-    pool._largest_run = lambda use: scanned.append(use) or scan(use)  # type: ignore[method-assign, func-returns-value]
 
-    assert pool._least_used_run(count) == expected
-    assert len(scanned) == 1
+    with patch.object(pool, "_largest_run", wraps=pool._largest_run) as scan:
+        assert pool._least_used_run(count) == expected
+
+    assert scan.call_count == 1
