@@ -19,6 +19,8 @@ from specgw.engine.prefix_cache import PrefixCache
 
 BLOCK_SIZE = 16
 
+_NEVER = np.iinfo(np.int64).max  # later than any use
+
 
 class OutOfBlocks(Exception):
     """There are not enough free blocks."""
@@ -192,15 +194,13 @@ class KVCache:
 
         Those are as few as will do; if no run of free blocks is long enough, they are all.
         """
-        uses = np.unique(self._last_used[self._is_free])
-        fewest, most = 0, len(uses) - 1
-        while fewest < most:
-            middle = (fewest + most) // 2
-            if self._largest_run(int(uses[middle]))[1] >= count:
-                most = middle
-            else:
-                fewest = middle + 1
-        return self._largest_run(int(uses[fewest]))
+        latest = np.where(self._is_free, self._last_used, _NEVER)  # use in the `width` blocks here
+        width = 1
+        while width < min(count, len(self._is_free)):
+            step = min(width, count - width, len(latest) - 1)
+            latest = np.maximum(latest[:-step], latest[step:])
+            width += step
+        return self._largest_run(int(latest.min()) if width == count else _NEVER)
 
     def _largest_run(self, last_use: int) -> tuple[int, int]:
         """Returns the largest run of free blocks that were not used later."""

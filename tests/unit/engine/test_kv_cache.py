@@ -1,5 +1,6 @@
 """The block allocator: who holds which block."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -149,3 +150,33 @@ def test_no_block_is_lost_or_given_twice(steps: list[tuple[int, str, int]]) -> N
     for sequence in sequences:
         sequence.release()
     assert pool.used_tokens == 0
+
+
+class CountingPool(KVCache):
+    """Counts the scans for the largest run."""
+
+    num_scans = 0
+
+    def _largest_run(self, last_use: int) -> tuple[int, int]:
+        self.num_scans += 1
+        return super()._largest_run(last_use)
+
+
+@given(
+    st.lists(st.none() | st.integers(0, 5), min_size=NUM_BLOCKS, max_size=NUM_BLOCKS).filter(any),
+    st.integers(1, NUM_BLOCKS + 3),
+)
+def test_room_is_made_where_the_latest_use_is_longest_ago(
+    uses: list[int | None], count: int
+) -> None:
+    """The definition, use by use; `None` is for a block that is held."""
+    pool = CountingPool(1, 1, 2, NUM_BLOCKS * BLOCK_SIZE, torch.float32, torch.device("cpu"))
+    pool._is_free = np.array([use is not None for use in uses])
+    pool._last_used = np.array([use or 0 for use in uses])
+    runs = [pool._largest_run(use) for use in sorted({use for use in uses if use is not None})]
+    expected = next((run for run in runs if run[1] >= count), runs[-1])
+
+    pool.num_scans = 0
+
+    assert pool._least_used_run(count) == expected
+    assert pool.num_scans == 1
