@@ -273,9 +273,9 @@ _PEERS = ("specgw", "transformers")
     "--peer",
     "peers",
     multiple=True,
-    type=click.Choice(_PEERS),
+    type=click.Choice((*_PEERS, "none")),
     default=_PEERS,
-    help="Engines in process beside the three specgw processes; default both.",
+    help="Engines in process beside the three processes, each with its models; default both.",
 )
 @click.option("--vllm-python", type=_FILE, help="Interpreter with vLLM, if it shall run too.")
 @click.option("--vllm-draft-tokens", multiple=True, type=_COUNT, default=(7,), show_default=True)

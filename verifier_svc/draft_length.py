@@ -24,6 +24,7 @@ _DECAY = 0.95  # of what is known, with each new answer of a proposer
 _SESSION_DECAY = 0.98  # of what is known, with each new round of a session
 _PROPOSER_DECAY = 0.998  # the same, with each new round of any session
 _PRIOR_TOKENS = 8.0  # tested, that the proposer's own rate counts for in a session
+_MIN_GAIN = 1.03  # over plain decoding, for drafts to be worth their trouble
 _PROBE_TOKENS = 2
 _MAX_PROBE_SHARE = 0.01  # of the time that a session without drafts takes
 _MIN_PROBE_ROUNDS = 16  # without drafts, before they are tried again; doubles up to the maximum
@@ -64,11 +65,6 @@ class AnswerCost:
     _y: float = 0.0
     _xx: float = 0.0
     _xy: float = 0.0
-
-    @property
-    def is_known(self) -> bool:
-        """Whether there was an answer."""
-        return self._weight > 0
 
     def observe(self, num_tokens: int, answer_s: float) -> None:
         """Takes in one answer."""
@@ -172,23 +168,35 @@ class SessionHistory:
 
 @dataclass(slots=True)
 class ProposerHistory:
-    """What a proposer's past answers say of its next."""
+    """What a proposer's past answers say of its next: their times by how many sessions ran."""
 
-    cost: AnswerCost = field(default_factory=AnswerCost)
+    is_sequential: bool = True
+    costs: dict[int, AnswerCost] = field(default_factory=dict)  # by the bits of that number
     acceptance: AcceptanceRate = field(default_factory=lambda: AcceptanceRate(_PROPOSER_DECAY))
 
     @classmethod
     def of(cls, offer: HelloAck) -> "ProposerHistory":
         """Returns that of a proposer that has just connected."""
         # By vLLM's table of slots: parallel drafts take one for each token, lookups none.
-        return cls(AnswerCost(is_sequential=offer.extra_slots_per_session == 1))
+        return cls(is_sequential=offer.extra_slots_per_session == 1)
 
     @classmethod
     def of_lookup(cls) -> "ProposerHistory":
         """Returns that of the verifier's own lookup, whose answers take no time."""
-        history = cls(AnswerCost(is_sequential=False))
-        history.cost.observe(1, 0.0)
+        history = cls(is_sequential=False)
+        history.observe(1, 0.0, num_running=1)
         return history
+
+    def observe(self, num_tokens: int, answer_s: float, num_running: int) -> None:
+        """Takes in one answer."""
+        cost = self.costs.setdefault(num_running.bit_length(), AnswerCost(self.is_sequential))
+        cost.observe(num_tokens, answer_s)
+
+    def cost(self, num_running: int) -> AnswerCost | None:
+        """Returns what answers take while so many sessions run, or the nearest number known."""
+        bits = num_running.bit_length()
+        nearest = min(self.costs, key=lambda known: abs(known - bits), default=None)
+        return None if nearest is None else self.costs[nearest]
 
 
 class DraftLength:
@@ -221,33 +229,45 @@ class DraftLength:
 
     def choose(self, allowed: int, session: SessionHistory, proposer: ProposerHistory) -> int:
         """Returns how many tokens to draft next, from 0 to `allowed`."""
-        if not self.is_adaptive or self.step_cost is None or not proposer.cost.is_known:
+        cost = proposer.cost(self.num_running)
+        if not self.is_adaptive or self.step_cost is None or cost is None:
             return allowed
-        rate = session.acceptance.value(proposer.acceptance.value())
-        num_tokens = self._best(allowed, rate, proposer)
+        num_tokens = self._best(allowed, _rate(session, proposer), cost)
         if num_tokens > 0:
             session.pause.end()
-        elif session.pause.is_over(self._seconds(_PROBE_TOKENS, proposer) / self._seconds(0)):
+        elif session.pause.is_over(self._seconds(_PROBE_TOKENS, cost) / self._seconds(0)):
             return min(allowed, _PROBE_TOKENS)
         return num_tokens
 
-    def _best(self, allowed: int, rate: float, proposer: ProposerHistory) -> int:
-        """Returns the number that gives most tokens per second."""
-        best, most, tokens, power = 0, 0.0, 0.0, 1.0
-        for num_tokens in range(allowed + 1):
-            tokens += power  # now E(num_tokens)
+    def pays(self, allowed: int, session: SessionHistory, proposer: ProposerHistory) -> bool:
+        """Whether a session that begins is to be drafted for, as far as is known."""
+        cost = proposer.cost(self.num_running)
+        if not self.is_adaptive or self.step_cost is None or cost is None:
+            return allowed > 0
+        return self._best(allowed, _rate(session, proposer), cost) > 0
+
+    def _best(self, allowed: int, rate: float, cost: AnswerCost) -> int:
+        """Returns the number that gives most tokens per second; 0 unless that is clearly more."""
+        best, most = 0, _MIN_GAIN / self._seconds(0)
+        tokens = power = 1.0
+        for num_tokens in range(1, allowed + 1):
             power *= rate
-            per_second = tokens / self._seconds(num_tokens, proposer)
+            tokens += power  # now E(num_tokens)
+            per_second = tokens / self._seconds(num_tokens, cost)
             if per_second > most:
                 best, most = num_tokens, per_second
         return best
 
-    def _seconds(self, num_tokens: int, proposer: ProposerHistory | None = None) -> float:
+    def _seconds(self, num_tokens: int, cost: AnswerCost | None = None) -> float:
         """Returns the expected time of a round, for all sessions that run."""
         assert self.step_cost is not None
         num_rows = max(self.num_running, 1) * (1 + num_tokens)
-        answer_s = 0.0 if proposer is None else proposer.cost.seconds(num_tokens)
+        answer_s = 0.0 if cost is None else cost.seconds(num_tokens)
         return answer_s + self.step_cost.seconds(num_rows)
+
+
+def _rate(session: SessionHistory, proposer: ProposerHistory) -> float:
+    return session.acceptance.value(proposer.acceptance.value())
 
 
 def build_draft_length(args: EngineArgs) -> DraftLength:

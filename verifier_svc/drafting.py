@@ -180,7 +180,9 @@ class Drafting:
     def open(self, session: Session, now: float) -> None:
         """Opens a session that is to be drafted on a proposer, so that both prefills overlap."""
         peer = self._peer_for(session, now)
-        if peer is not None and not peer.is_slow and self._room(session) > 0:
+        if peer is None or peer.is_slow:
+            return
+        if self.length.pays(self._room(session), session.history, peer.history):
             self._open_on(peer, session)
 
     def ask(self, session: Session, now: float) -> None:
@@ -293,7 +295,8 @@ class Drafting:
         if session.draft.is_first:
             return
         if block.token_ids:  # a refusal takes no drafting
-            peer.history.cost.observe(session.draft.asked_tokens, answer_s)
+            num_running = self.length.num_running
+            peer.history.observe(session.draft.asked_tokens, answer_s, num_running)
         saves_s = math.inf
         if self.step_s is not None and not self.length.is_adaptive:
             saves_s = session.draft.asked_tokens * self.step_s

@@ -202,6 +202,7 @@ class Scheduler:
 
         A session starts with room for its context and a first round, or it would soon be preempted.
         """
+        self._count_running()
         while self._waiting and self._free_seqs > 0:
             session = self._waiting[0]
             num_rows = len(session.context) + max(session.draft_room(), 0)
@@ -213,6 +214,11 @@ class Scheduler:
             self._count_reused(session)
             self._running.append(self._waiting.popleft())
             self._drafting.open(session, now)
+
+    def _count_running(self) -> None:
+        """Tells how many sessions share the steps, those that are about to start among them."""
+        num_running = min(len(self._sessions), self._limits.max_num_seqs)
+        self._drafting.length.num_running = num_running
 
     def _count_reused(self, session: Session) -> None:
         """Counts what a session begins with, as vLLM does: not again when it was preempted."""
@@ -355,7 +361,7 @@ class Scheduler:
     def _commit(
         self, batch: Sequence[tuple[Session, VerifyRows]], verified: Sequence[Verified] | None
     ) -> None:
-        self._drafting.length.num_running = len(self._running)
+        self._count_running()
         for (session, rows), result in zip(batch, verified or (), strict=False):
             session.prompt_logprobs.extend(result.prompt_logprobs)
             if result.error is not None:

@@ -24,7 +24,7 @@ enum {
     LANES = 16,       // float32 values in a register
     BLOCK = 64,       // output columns that are computed together
     ROWS = 6,         // input rows that are computed together: 24 sums, 4 weights and an input fit the 32 registers
-    CHUNK = 1024,     // pairs of inputs before the next rows take their turn, so that weights stay in the L2 cache
+    CHUNK = 64,       // pairs of inputs before the next rows take their turn, so that weights stay in the L1 cache
     PREFETCH = 4096,  // weights ahead: two pages
 };
 

@@ -81,7 +81,8 @@ class World:
             if asked:
                 self.session.acceptance.observe(asked, accepted)
                 self.proposer.acceptance.observe(asked, accepted)
-                self.proposer.cost.observe(asked, self.answer_s(asked) * noise)
+                answer_s = self.answer_s(asked) * noise
+                self.proposer.observe(asked, answer_s, self.num_sessions)
             step_s = self.step_cost.seconds(self.num_sessions * (1 + asked))
             self.length.observe_step(self.num_sessions * (1 + asked), step_s * noise)
             num_tokens += accepted + 1
