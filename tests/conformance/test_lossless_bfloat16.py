@@ -1,6 +1,8 @@
 """In bfloat16 answers are the same to the bit where the compiled operators run.
 
-Elsewhere the shape of a batch may turn a near tie; nothing else may change.
+That is so for prompts of up to 32 tokens; longer ones are prefilled in pieces, and in other pieces
+have other last bits. There and elsewhere the shape of a batch may turn a near tie; nothing else may
+change.
 
 Teacher-forced: what speculation wrote is fed back to the target in one pass, and every token must
 be its most probable one, or within the noise of the data type of it.
