@@ -6,7 +6,7 @@ and if it runs on cores that the target needs, it delays the target. Nothing of 
 answer: the verifier tests the block like any other.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 _WEIGHT = 0.05  # of the newest round in the rate of hits
 _MIN_HIT_RATE = 0.15  # below it pauses: a hit saves one drafting time, a miss costs part of one
@@ -41,13 +41,7 @@ class RunAhead:
 
     def count_pass(self, num_tokens: int) -> None:
         """Counts tokens that were drafted ahead."""
-        counts = self.counts
-        self.counts = RunAheadCounts(
-            counts.token_count + num_tokens,
-            counts.used_token_count,
-            counts.hit_count,
-            counts.miss_count,
-        )
+        self.counts = replace(self.counts, token_count=self.counts.token_count + num_tokens)
 
     def count_round(self, num_drafted: int, num_used: int) -> None:
         """Counts a session's commit: tokens that had been drafted ahead, and those still right."""
@@ -55,11 +49,11 @@ class RunAhead:
             self._pause = max(self._pause - 1, 0)
             return
         counts, is_hit = self.counts, num_used > 0
-        self.counts = RunAheadCounts(
-            counts.token_count,
-            counts.used_token_count + num_used,
-            counts.hit_count + is_hit,
-            counts.miss_count + (not is_hit),
+        self.counts = replace(
+            counts,
+            used_token_count=counts.used_token_count + num_used,
+            hit_count=counts.hit_count + is_hit,
+            miss_count=counts.miss_count + (not is_hit),
         )
         self._num_rounds += 1
         self._hit_rate += _WEIGHT * (is_hit - self._hit_rate)

@@ -228,26 +228,26 @@ class DraftLength:
             self.step_cost.observe(num_rows, step_s)
 
     def choose(self, allowed: int, session: SessionHistory, proposer: ProposerHistory) -> int:
-        """Returns how many tokens to draft next, from 0 to `allowed`."""
-        cost = proposer.cost(self.num_running)
-        if not self.is_adaptive or self.step_cost is None or cost is None:
-            return allowed
-        num_tokens = self._best(allowed, _rate(session, proposer), cost)
+        """Returns how many tokens to draft next, from 0 to `allowed`; where none pay, few at times.
+
+        Called once a round: it counts how long drafts have paused.
+        """
+        num_tokens = self.best(allowed, session, proposer)
         if num_tokens > 0:
             session.pause.end()
-        elif session.pause.is_over(self._seconds(_PROBE_TOKENS, cost) / self._seconds(0)):
+        elif allowed > 0 and session.pause.is_over(self._probe_cost(proposer)):
             return min(allowed, _PROBE_TOKENS)
         return num_tokens
 
-    def pays(self, allowed: int, session: SessionHistory, proposer: ProposerHistory) -> bool:
-        """Whether a session that begins is to be drafted for, as far as is known."""
+    def best(self, allowed: int, session: SessionHistory, proposer: ProposerHistory) -> int:
+        """Returns the number that gives most tokens per second; 0 unless that is clearly more.
+
+        While too little is known it is all that are allowed.
+        """
         cost = proposer.cost(self.num_running)
         if not self.is_adaptive or self.step_cost is None or cost is None:
-            return allowed > 0
-        return self._best(allowed, _rate(session, proposer), cost) > 0
-
-    def _best(self, allowed: int, rate: float, cost: AnswerCost) -> int:
-        """Returns the number that gives most tokens per second; 0 unless that is clearly more."""
+            return allowed
+        rate = session.acceptance.value(proposer.acceptance.value())
         best, most = 0, _MIN_GAIN / self._seconds(0)
         tokens = power = 1.0
         for num_tokens in range(1, allowed + 1):
@@ -258,16 +258,16 @@ class DraftLength:
                 best, most = num_tokens, per_second
         return best
 
+    def _probe_cost(self, proposer: ProposerHistory) -> float:
+        """Returns what a round with few drafts costs, in rounds without any."""
+        return self._seconds(_PROBE_TOKENS, proposer.cost(self.num_running)) / self._seconds(0)
+
     def _seconds(self, num_tokens: int, cost: AnswerCost | None = None) -> float:
         """Returns the expected time of a round, for all sessions that run."""
         assert self.step_cost is not None
         num_rows = max(self.num_running, 1) * (1 + num_tokens)
         answer_s = 0.0 if cost is None else cost.seconds(num_tokens)
         return answer_s + self.step_cost.seconds(num_rows)
-
-
-def _rate(session: SessionHistory, proposer: ProposerHistory) -> float:
-    return session.acceptance.value(proposer.acceptance.value())
 
 
 def build_draft_length(args: EngineArgs) -> DraftLength:

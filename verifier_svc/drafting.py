@@ -182,7 +182,7 @@ class Drafting:
         peer = self._peer_for(session, now)
         if peer is None or peer.is_slow:
             return
-        if self.length.pays(self._room(session), session.history, peer.history):
+        if self.length.best(self._room(session), session.history, peer.history) > 0:
             self._open_on(peer, session)
 
     def ask(self, session: Session, now: float) -> None:
@@ -196,12 +196,16 @@ class Drafting:
         if peer is None:
             self._draft_locally(session, is_alone=True)
             return
-        if not draft.is_open:
+        num_tokens = self._num_wanted(peer, session)
+        if num_tokens > 0 and not draft.is_open:
             self._open_on(peer, session)
         if not peer.is_slow and self._draft_locally(session, is_alone=False):
-            self._commit(peer, session, 0)
+            if draft.is_open:
+                self._commit(peer, session, 0)
+        elif num_tokens > 0:
+            self._ask(peer, session, num_tokens, now)
         else:
-            self._ask(peer, session, now)
+            draft.reason = UndraftedReason.NO_GAIN
 
     def count_round(self, session: Session, num_drafted: int, num_accepted: int) -> None:
         """Learns from what became of a session's block."""
@@ -365,14 +369,14 @@ class Drafting:
             key=lambda peer: (peer.is_slow, peer.link.address != wanted, len(peer.session_ids)),
         )
 
-    def _ask(self, peer: _Peer, session: Session, now: float) -> None:
+    def _num_wanted(self, peer: _Peer, session: Session) -> int:
+        """Returns how many tokens the proposer is to draft for the next round."""
         assert peer.ack is not None  # or it is not one to ask
-        draft = session.draft
         allowed = min(self._room(session), peer.ack.max_draft_tokens)
-        num_tokens = self.length.choose(allowed, session.history, peer.history)
-        if num_tokens == 0:
-            draft.reason = UndraftedReason.NO_GAIN
-            return
+        return self.length.choose(allowed, session.history, peer.history)
+
+    def _ask(self, peer: _Peer, session: Session, num_tokens: int, now: float) -> None:
+        draft = session.draft
         self._commit(peer, session, num_tokens)
         draft.asked_length = len(session.context)
         draft.asked_at, draft.asked_tokens = now, num_tokens

@@ -23,6 +23,7 @@ from specgw.types import (
 )
 from tests.scripted_proposers import SCRIPTED_MODEL
 from verifier_svc.draft_laws import are_laws
+from verifier_svc.draft_length import DraftLength, StepCost
 from verifier_svc.drafting import Drafting
 from verifier_svc.session import Session, open_session
 
@@ -62,6 +63,13 @@ def new_session(session_id: int, address: str = "", max_tokens: int = 100) -> Se
     )
 
 
+def costly_drafts() -> DraftLength:
+    """A target whose rows take longer than any draft saves."""
+    length = DraftLength()
+    length.step_cost = StepCost(((1, 0.01), (2, 1.0)))
+    return length
+
+
 def ack(max_draft_tokens: int = 4) -> HelloAck:
     return HelloAck("p", "scripted", SCRIPTED_MODEL, max_draft_tokens, 0, 10)
 
@@ -69,9 +77,11 @@ def ack(max_draft_tokens: int = 4) -> HelloAck:
 class Bench:
     """Two links, and sessions that go through rounds on them."""
 
-    def __init__(self) -> None:
+    def __init__(self, length: DraftLength | None = None) -> None:
         self.links = [RecordingLink("one"), RecordingLink("two")]
-        self.drafting = Drafting(self.links, vocab_size=50, draft_timeout_s=TIMEOUT_S)
+        self.drafting = Drafting(
+            self.links, vocab_size=50, draft_timeout_s=TIMEOUT_S, length=length
+        )
         self.drafting.link_up("one", ack())
         self.now = 100.0
 
@@ -99,6 +109,24 @@ class Bench:
 @pytest.fixture
 def bench() -> Bench:
     return Bench()
+
+
+def test_a_session_that_drafts_would_not_pay_costs_the_proposer_nothing() -> None:
+    """Neither a prefill nor a message, once another session has shown what drafts cost."""
+    bench = Bench(costly_drafts())
+    first = new_session(1)
+    for _ in range(3):
+        bench.round(first, answer_s=0.01)
+    sent = len(bench.links[0].sent)
+    second = new_session(2)
+
+    bench.drafting.open(second, bench.now)
+    for _ in range(10):
+        bench.ask(second)
+
+    assert len(bench.links[0].sent) == sent
+    assert not second.draft.is_open
+    assert second.draft.reason is UndraftedReason.NO_GAIN
 
 
 def test_a_session_is_opened_with_its_context_and_then_only_extended(bench: Bench) -> None:
