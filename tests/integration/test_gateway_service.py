@@ -396,11 +396,15 @@ class TestOpenAI:
             [3],
         ]
 
+    @pytest.mark.parametrize("generates_many", [True, False])
     async def test_speculation_statistics_come_with_the_answer(
-        self, make_verifier: MakeVerifier, run_gateway: RunGateway
+        self, make_verifier: MakeVerifier, run_gateway: RunGateway, generates_many: bool
     ) -> None:
         body = {**COMPLETION, "max_tokens": 5}
-        async with ready(run_gateway, [make_verifier()]) as gateway, http(gateway) as client:
+        verifier = make_verifier(generates_many=generates_many)
+        async with ready(run_gateway, [verifier]) as gateway, http(gateway) as client:
+            plain_body = {**body, "num_speculative_tokens": 0}
+            plain = (await client.post("/v1/completions", json=plain_body)).json()
             unary = (await client.post("/v1/completions", json=body)).json()
             answer = await client.post("/v1/completions", json={**body, "stream": True})
 
@@ -414,9 +418,11 @@ class TestOpenAI:
             "num_draft_tokens": 6,
             "num_spec_tokens": 4,
             "num_accepted_draft_tokens_per_position": [2, 2, 0, 0],
-            "num_undrafted_steps": {"disabled": 1},
+            "num_undrafted_steps": {},
             "is_synthetic": False,
         }
+        undrafted = plain["metrics"]["speculative_decoding"]["num_undrafted_steps"]
+        assert undrafted == {"disabled": 2}
         assert [event async for event in events(answer)][-1]["metrics"] == unary["metrics"]
 
     async def test_sampling_parameters_reach_the_verifier(

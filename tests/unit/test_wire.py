@@ -193,7 +193,6 @@ generate_outputs = st.builds(
     finish_reason=st.none() | st.sampled_from(FinishReason),
     stop_token_id=st.none() | int32s,
     seed=st.none() | int64s,
-    speculation=st.none() | stats,
     logprobs=logprobs(),
     prompt_logprobs=logprobs(),
     cached_token_count=st.none() | counts,
