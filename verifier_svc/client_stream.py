@@ -71,7 +71,6 @@ class ClientStream:
         self._outbox: asyncio.Queue[verifier_pb2.GenerateManyResponse | Exception | None]
         self._outbox = asyncio.Queue()
         self._num_unread_bytes = 0
-        self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def serve(
         self,
@@ -82,17 +81,18 @@ class ClientStream:
 
         Raises:
             Exception: the reason why it ends before its time.
-            CancelledError: if the client has left too much unread. gRPC could not send a status: it
-                takes none while a message waits for the client to read.
         """
-        tasks = [asyncio.create_task(one) for one in (self._read(requests), self._write(write))]
+        reading = asyncio.create_task(self._read(requests))
         try:
-            await self._ended
+            while (response := await self._outbox.get()) is not None:
+                if isinstance(response, Exception):
+                    raise response
+                self._num_unread_bytes -= response.ByteSize()
+                await write(response)
         finally:
             self.close()
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
+            reading.cancel()
+            await asyncio.wait([reading])
 
     def flush(self) -> None:
         """Sends what the calls were given since the last time."""
@@ -102,9 +102,8 @@ class ClientStream:
         for response in answers_to_pb(answers):
             self._num_unread_bytes += response.ByteSize()
             self._outbox.put_nowait(response)
-        if self._num_unread_bytes > _MAX_UNREAD_BYTES and not self._ended.done():
-            logger.warning("client reads too slowly", extra={"bytes": self._num_unread_bytes})
-            self._ended.cancel()
+        if self._num_unread_bytes > _MAX_UNREAD_BYTES:
+            self._give_up()
 
     def drain(self) -> None:
         """Refuses new calls, and ends the stream when those open have ended."""
@@ -116,6 +115,14 @@ class ClientStream:
         for call_id in list(self._calls):
             self._close(call_id)
 
+    def _give_up(self) -> None:
+        """Ends every call. The client learns it when it reads on: gRPC takes no status before."""
+        error = Overloaded(f"the client left {self._num_unread_bytes} bytes unread")
+        logger.warning("client reads too slowly", extra={"detail": str(error)})
+        self._outbox, self._num_unread_bytes = asyncio.Queue(), 0
+        self._outbox.put_nowait(error)
+        self.close()
+
     async def _read(self, requests: AsyncIterator[verifier_pb2.GenerateManyRequest]) -> None:
         try:
             async for request in requests:
@@ -125,26 +132,10 @@ class ClientStream:
                     self._close(request.cancel.call_id)
                 else:
                     raise InvalidRequest("message", None, "must be start or cancel")
-        except Exception as error:
+        except Exception as error:  # raised where the stream is written, so that it gets a status
             self._outbox.put_nowait(error)
         else:
             self._outbox.put_nowait(None)
-
-    async def _write(
-        self, write: Callable[[verifier_pb2.GenerateManyResponse], Awaitable[None]]
-    ) -> None:
-        try:
-            while (response := await self._outbox.get()) is not None:
-                if isinstance(response, Exception):
-                    raise response
-                await write(response)
-                self._num_unread_bytes -= response.ByteSize()
-        except Exception as error:
-            if not self._ended.done():
-                self._ended.set_exception(error)
-        else:
-            if not self._ended.done():
-                self._ended.set_result(None)
 
     def _start(self, pb: verifier_pb2.StartCall) -> None:
         if pb.call_id <= self._last_call_id:

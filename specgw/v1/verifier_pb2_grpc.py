@@ -69,7 +69,7 @@ class VerifierServiceServicer:
         """Does for each of a client's requests what `Generate` does, for as long as the stream is open, and sends the outputs
         of a step for all of them in one message. A call that fails or cannot be served ends with a `CallError`; others go
         on. Calls still open end with the stream. `GetVerifierInfoResponse.generates_many` says whether it is there.
-        CANCELLED if the client leaves more than 64 MiB unread, INVALID_ARGUMENT if it breaks the rules of the stream.
+        RESOURCE_EXHAUSTED if the client leaves more than 64 MiB unread, INVALID_ARGUMENT if it breaks the rules of the stream.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -42,7 +42,7 @@ class VerifierServiceStub:
     """Does for each of a client's requests what `Generate` does, for as long as the stream is open, and sends the outputs
     of a step for all of them in one message. A call that fails or cannot be served ends with a `CallError`; others go
     on. Calls still open end with the stream. `GetVerifierInfoResponse.generates_many` says whether it is there.
-    CANCELLED if the client leaves more than 64 MiB unread, INVALID_ARGUMENT if it breaks the rules of the stream.
+    RESOURCE_EXHAUSTED if the client leaves more than 64 MiB unread, INVALID_ARGUMENT if it breaks the rules of the stream.
     """
     GetVerifierInfo: _grpc.UnaryUnaryMultiCallable[_verifier_pb2.GetVerifierInfoRequest, _verifier_pb2.GetVerifierInfoResponse]
     """Describes what the verifier has loaded and how much of its capacity is in use. Changes nothing."""
@@ -61,7 +61,7 @@ class VerifierServiceAsyncStub(VerifierServiceStub):
     """Does for each of a client's requests what `Generate` does, for as long as the stream is open, and sends the outputs
     of a step for all of them in one message. A call that fails or cannot be served ends with a `CallError`; others go
     on. Calls still open end with the stream. `GetVerifierInfoResponse.generates_many` says whether it is there.
-    CANCELLED if the client leaves more than 64 MiB unread, INVALID_ARGUMENT if it breaks the rules of the stream.
+    RESOURCE_EXHAUSTED if the client leaves more than 64 MiB unread, INVALID_ARGUMENT if it breaks the rules of the stream.
     """
     GetVerifierInfo: _aio.UnaryUnaryMultiCallable[_verifier_pb2.GetVerifierInfoRequest, _verifier_pb2.GetVerifierInfoResponse]  # type: ignore[assignment]
     """Describes what the verifier has loaded and how much of its capacity is in use. Changes nothing."""
@@ -89,7 +89,7 @@ class VerifierServiceServicer(metaclass=_abc_1.ABCMeta):
         """Does for each of a client's requests what `Generate` does, for as long as the stream is open, and sends the outputs
         of a step for all of them in one message. A call that fails or cannot be served ends with a `CallError`; others go
         on. Calls still open end with the stream. `GetVerifierInfoResponse.generates_many` says whether it is there.
-        CANCELLED if the client leaves more than 64 MiB unread, INVALID_ARGUMENT if it breaks the rules of the stream.
+        RESOURCE_EXHAUSTED if the client leaves more than 64 MiB unread, INVALID_ARGUMENT if it breaks the rules of the stream.
         """
 
     @_abc_1.abstractmethod

@@ -1590,14 +1590,21 @@ class TestFailures:
         assert [len(verifier.requests) for verifier in pair] == [2, 2]
 
     @pytest.mark.parametrize(
-        "method", ["/grpc.health.v1.Health/Watch", "/specgw.v1.VerifierService/Generate"]
+        "method",
+        [
+            "/grpc.health.v1.Health/Watch",
+            "/specgw.v1.VerifierService/Generate",
+            "/specgw.v1.VerifierService/GenerateMany",
+        ],
     )
     async def test_a_message_that_does_not_parse_is_a_verifier_lost_for_a_moment(
         self, make_verifier: MakeVerifier, run_gateway: RunGateway, method: str
     ) -> None:
         garble = GarbleOnce(method)
         async with (
-            garbling(make_verifier(), garble) as address,
+            garbling(
+                make_verifier(generates_many=not method.endswith("/Generate")), garble
+            ) as address,
             run_gateway(address) as gateway,
             http(gateway) as client,
         ):
@@ -1622,9 +1629,11 @@ class GarbleOnce(grpc.aio.ServerInterceptor):
         if self.is_done or handler_call_details.method != self._method:
             return await continuation(handler_call_details)
         self.is_done = True
+        if self._method.endswith("Many"):
+            return grpc.stream_stream_rpc_method_handler(self._answer)
         return grpc.unary_stream_rpc_method_handler(self._answer)
 
-    async def _answer(self, request: bytes, context: Any) -> AsyncIterator[bytes]:
+    async def _answer(self, request: Any, context: Any) -> AsyncIterator[bytes]:
         yield b"\xff"
 
 
