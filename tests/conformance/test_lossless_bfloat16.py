@@ -1,6 +1,6 @@
 """In bfloat16 answers are the same to the bit where the compiled operators run.
 
-They compute each row alike whatever is beside it: drafts, other sequences, other pieces of a prompt.
+They compute each row alike whatever is beside it: drafts, other sequences, pieces of a prompt.
 Elsewhere the shape of a batch may turn a near tie; nothing else may change.
 
 Teacher-forced: what speculation wrote is fed back to the target in one pass, and every token must
@@ -24,7 +24,8 @@ from tests.verifier_harness import InlineVerifier
 # Logits are of the order of 10, where bfloat16 has steps of 1/16; a few roundings may add up.
 EPSILON = 0.25
 PROMPTS = [
-    [250 + (11 * number + 7 * place) % 600 for place in range(6 + 23 * number)] for number in range(8)
+    [250 + (11 * number + 7 * place) % 600 for place in range(6 + 23 * number)]
+    for number in range(8)
 ]
 PARAMS = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
 

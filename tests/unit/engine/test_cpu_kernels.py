@@ -153,9 +153,7 @@ def test_rotate(num_rows: int, head_dim: int) -> None:
 
 @pytest.mark.parametrize("num_missing", [1, 50])
 @pytest.mark.parametrize("num_drafts", [0, 3, 31, 32, 128])
-def test_a_row_does_not_depend_on_the_drafts_after_it(
-    num_missing: int, num_drafts: int
-) -> None:
+def test_a_row_does_not_depend_on_the_drafts_after_it(num_missing: int, num_drafts: int) -> None:
     """Bit for bit, or a near tie would be decided in another way."""
     length, head_dim = 300, 64
     stored, queries = rand(length + 128, 4, head_dim), rand(num_missing + 128, 6, head_dim)
