@@ -12,6 +12,7 @@ fast for them.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -125,10 +126,6 @@ class BatchAttention:
         scale: float,
         window: int | None = None,
     ) -> Tensor:  # [num_tokens, num_heads * head_dim]
-        """Stores the new rows of a layer, then attends to all rows of each sequence.
-
-        A window of n lets a row see itself and the n - 1 rows before it.
-        """
         pool = self._kv_cache.layers[layer]
         pool.index_copy_(0, self._slots, keys_values)
         group = query.shape[1] * 2 // keys_values.shape[1]
@@ -185,6 +182,23 @@ class BatchAttention:
         return segments
 
 
+class Attention(Protocol):
+    """What a model's layers call: `BatchAttention`, or `PagedAttention` on a GPU."""
+
+    def __call__(
+        self,
+        layer: int,
+        query: Tensor,  # [num_tokens, num_heads, head_dim]
+        keys_values: Tensor,  # [num_tokens, 2 * num_kv_heads, head_dim]
+        scale: float,
+        window: int | None = None,
+    ) -> Tensor:  # [num_tokens, num_heads * head_dim]
+        """Stores the new rows of a layer, then attends to all rows of each sequence.
+
+        A window of n lets a row see itself and the n - 1 rows before it.
+        """
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """The rows of one forward pass."""
@@ -192,7 +206,7 @@ class Batch:
     token_ids: Tensor  # [num_tokens]
     positions: Tensor  # [num_tokens]
     logit_rows: Tensor | None  # [num_logits]; None for all rows
-    attention: BatchAttention
+    attention: Attention
     hidden: list[Tensor] | None = None  # takes what the LM head reads of every row, if wanted
 
 

@@ -81,10 +81,14 @@ class ModelRunner:
         lengths = [(chunk.cache, chunk.cache.length + len(chunk.token_ids)) for chunk in chunks]
         assert max(length for _, length in lengths) <= self.max_model_len, "a sequence is too long"
         self.kv_cache.reserve(lengths)
-        logits = self._model(self._batch(chunks, hidden))
+        logits = self._run(chunks, hidden)
         for cache, length in lengths:
             cache.length = length
         return logits
+
+    def _run(self, chunks: Sequence[SequenceChunk], hidden: list[Tensor] | None) -> Tensor:
+        """Computes the logits of chunks whose rows are reserved. Their lengths are set later."""
+        return self._model(self._batch(chunks, hidden))
 
     def _batch(self, chunks: Sequence[SequenceChunk], hidden: list[Tensor] | None) -> Batch:
         token_ids: list[int] = []
