@@ -5,7 +5,7 @@ compared with torch's own attention on the device. What fails is passed over, an
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from inspect import signature
@@ -89,35 +89,33 @@ def choose_kernel(wanted: str | None, shape: HeadShape) -> PagedKernel:
         ConfigError: if `FLASH_ATTN` is wanted and none is usable; it says why not, one by one.
     """
     reasons: list[str] = []
-    kernel: PagedKernel | None = GatheredSdpa() if wanted == SDPA else None
-    if kernel is None:
-        kernel = _first_usable(shape, reasons)
-    if kernel is None:
-        if wanted == FLASH:
-            raise ConfigError([f"attention_backend: {FLASH} cannot be used: {'; '.join(reasons)}"])
+    found = None if wanted == SDPA else next(usable_kernels(shape, reasons), None)
+    if found is None and wanted == FLASH:
+        raise ConfigError([f"attention_backend: {FLASH} cannot be used: {'; '.join(reasons)}"])
+    kernel = found or GatheredSdpa()
+    if found is None and wanted is None:
         logger.warning(
             "no paged attention kernel can be used: contexts are copied in every pass",
             extra={"reasons": reasons},
         )
-        kernel = GatheredSdpa()
     logger.info("attention", extra={"kernel": kernel.name, "passed_over": reasons})
     return kernel
 
 
-def _first_usable(shape: HeadShape, reasons: list[str]) -> PagedKernel | None:
+def usable_kernels(shape: HeadShape, reasons: list[str]) -> Iterator[PagedKernel]:
+    """Yields the kernels of the flash-attention family that work; tells why others do not."""
     if (problem := _unfit(shape)) is not None:
         reasons.append(problem)
-        return None
+        return
     capability = torch.cuda.get_device_capability(shape.device)[0]
     for candidate in CANDIDATES:
         try:
             kernel = candidate.build(find_function(candidate, capability))
             try_kernel(kernel, shape)
-        except Unusable as problem:
-            reasons.append(f"{candidate.module}: {problem}")
+        except Unusable as unusable:
+            reasons.append(f"{candidate.module}: {unusable}")
         else:
-            return kernel
-    return None
+            yield kernel
 
 
 def _unfit(shape: HeadShape) -> str | None:

@@ -50,7 +50,7 @@ class PagedRunner(ModelRunner):
     def record(self, limits: GraphLimits, recorder: Recorder) -> None:
         """Records the passes that decode; later ones of the same shapes are replayed."""
         self.graphs = GraphedModel(
-            self._model, self.kv_cache, self.kernel, limits, self.max_model_len, recorder
+            self.model, self.kv_cache, self.kernel, limits, self.max_model_len, recorder
         )
         self.graphs.record_all()
 
@@ -63,7 +63,7 @@ class PagedRunner(ModelRunner):
         *tensors, order, wanted = self._upload([*rows.arrays, rows.order, rows.logit_rows])
         token_ids, positions, slots, *groups = tensors
         attention = PagedAttention(self.kv_cache, self.kernel, slots, rows.groups(groups))
-        logits = self._model(Batch(token_ids, positions, wanted, attention, hidden))
+        logits = self.model(Batch(token_ids, positions, wanted, attention, hidden))
         if hidden is not None:
             hidden[:] = [states.index_select(0, order) for states in hidden]
         return logits

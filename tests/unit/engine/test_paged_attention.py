@@ -76,11 +76,11 @@ def attend(
     scratch = pool.scratch_block
     assert scratch is not None
     tables = [c.blocks + [scratch] * (width - len(c.blocks)) for c, _ in sequences]
-    rows = RowGroup(
+    described = RowGroup(
         torch.tensor(tables), torch.tensor([cache.length for cache, _ in sequences]), num_rows
     )
     qkv = torch.cat([rows for _, rows in sequences])
-    groups = [BatchGroup(0, len(qkv), rows)]
+    groups = [BatchGroup(0, len(qkv), described)]
     attention = PagedAttention(pool, kernel, torch.tensor(slots), groups)
     return attention(0, qkv[:, :NUM_HEADS], qkv[:, NUM_HEADS:], SCALE, window)
 

@@ -14,11 +14,13 @@ import torch
 from transformers import GPT2Config, LlamaConfig, MistralConfig, PhiConfig
 
 from specgw.engine.attention_kernels import FlashAttention2, PagedKernel
+from specgw.engine.block_hashes import BlockHashes
 from specgw.engine.graphs import GraphLimits, run_again
 from specgw.engine.kv_cache import BLOCK_SIZE, SequenceCache
 from specgw.engine.loading import ModelOptions, load_model
 from specgw.engine.model_runner import ModelRunner, SequenceChunk
 from specgw.engine.paged_runner import PagedRunner
+from specgw.errors import ConfigError
 from tests.flash_doubles import flash_attn_2
 from tests.unit.engine.tiny_checkpoints import (
     MAX_MODEL_LEN,
@@ -124,7 +126,7 @@ def paged_with_kernel(model_dir: Path, kernel: PagedKernel, **options: Any) -> P
         block_size=256,
         has_scratch=True,
     )
-    return PagedRunner(base._model, base.description, (), pool, kernel)
+    return PagedRunner(base.model, base.description, (), pool, kernel)
 
 
 def test_shapes_are_recorded_at_start_for_a_kernel_that_reads_lengths(model_dir: Path) -> None:
@@ -243,8 +245,6 @@ def test_what_others_left_in_a_block_does_no_harm(model_dir: Path) -> None:
 
 
 def test_large_blocks_share_prefixes_too(model_dir: Path) -> None:
-    from specgw.engine.block_hashes import BlockHashes
-
     pool = paged_with_kernel(model_dir, FlashAttention2(flash_attn_2)).kv_cache
     tokens = list(range(600))
     one = pool.new_sequence()
@@ -260,8 +260,6 @@ def test_large_blocks_share_prefixes_too(model_dir: Path) -> None:
 
 
 def test_a_kernel_that_is_not_there_is_refused_by_name(model_dir: Path) -> None:
-    from specgw.errors import ConfigError
-
     with pytest.raises(ConfigError, match="FLASH_ATTN cannot be used: the model runs on cpu"):
         load_model(ModelOptions(str(model_dir), device="cpu", attention_backend="FLASH_ATTN"))
 
