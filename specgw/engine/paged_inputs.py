@@ -117,7 +117,7 @@ class Upload:
         np.concatenate([array.ravel() for array in arrays], out=self._buffer.numpy()[:total])
         target[:total].copy_(self._buffer[:total], non_blocking=self._is_cuda)
         if self._was_read is not None:
-            self._was_read.record()
+            self._was_read.record(torch.cuda.current_stream(self._device))
 
     def _allocate(self, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.int64, pin_memory=self._is_cuda)
