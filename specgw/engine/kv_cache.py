@@ -11,9 +11,11 @@ used least recently. Only a sequence that extends in place takes the blocks behi
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from specgw.engine.prefix_cache import PrefixCache
 
@@ -225,6 +227,14 @@ class KVCache:
         return int(starts[largest]), int(ends[largest] - starts[largest])
 
 
+@dataclass(slots=True)
+class _Slots:
+    """A sequence's block table as arrays, until it changes."""
+
+    blocks: NDArray[np.int64]
+    ids: torch.Tensor | None = None  # of all slots
+
+
 class SequenceCache:
     """One session's share of the pool: a block table and how many rows are stored."""
 
@@ -234,8 +244,7 @@ class SequenceCache:
         self._pool = pool
         self._num_leading = 0  # blocks at the front that follow one another
         self._num_published = 0  # blocks at the front that others may hold
-        self._slots: torch.Tensor | None = None
-        self._table: np.ndarray[tuple[int], np.dtype[np.int64]] | None = None
+        self._slots: _Slots | None = None  # made of the blocks when wanted
 
     @property
     def is_contiguous(self) -> bool:
@@ -259,7 +268,7 @@ class SequenceCache:
             del self.blocks[num_kept:]
             self._num_leading = min(self._num_leading, num_kept)
             self._num_published = min(self._num_published, num_kept)
-            self._slots = self._table = None
+            self._slots = None
 
     def release(self) -> None:
         """Gives every block back. May be called again."""
@@ -307,16 +316,20 @@ class SequenceCache:
 
     def gather_ids(self) -> torch.Tensor:
         """Returns the slots of all rows that there is room for, as an index into a layer."""
-        if self._slots is None:
-            slots = self.slot_ids(0, len(self.blocks) * self._pool.block_size)
-            self._slots = torch.tensor(slots, device=self._pool.layers[0].device)
-        return self._slots
+        slots = self._arrays()
+        if slots.ids is None:
+            ids = self.slot_ids(0, len(self.blocks) * self._pool.block_size)
+            slots.ids = torch.tensor(ids, device=self._pool.layers[0].device)
+        return slots.ids
 
-    def block_table(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    def block_table(self) -> NDArray[np.int64]:
         """Returns the blocks as an array that must not be changed."""
-        if self._table is None:
-            self._table = np.array(self.blocks, dtype=np.int64)
-        return self._table
+        return self._arrays().blocks
+
+    def _arrays(self) -> "_Slots":
+        if self._slots is None:
+            self._slots = _Slots(np.array(self.blocks, dtype=np.int64))
+        return self._slots
 
     def num_missing_blocks(self, length: int) -> int:
         """Returns how many more blocks `length` rows need."""
@@ -330,7 +343,7 @@ class SequenceCache:
             if self.is_contiguous and (not self.blocks or block == self.blocks[-1] + 1):
                 self._num_leading += 1
             self.blocks.append(block)
-        self._slots = self._table = None
+        self._slots = None
 
     def own_tail(self, block: int) -> None:
         """Puts a block that only this sequence holds in the place of its last one."""
