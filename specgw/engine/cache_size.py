@@ -30,6 +30,11 @@ class PoolShape:
         """Bytes of one token's keys and values."""
         return self.num_layers * 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
 
+    def tokens_in(self, num_bytes: int) -> int:
+        """Returns the capacity of the cache that takes so much memory, the scratch block in it."""
+        num_blocks = num_bytes // (self.token_bytes * self.block_size)
+        return max(0, num_blocks - self.is_paged) * self.block_size
+
     def build(self, capacity_tokens: int) -> KVCache:
         """Returns a cache that holds at least so many tokens."""
         num_blocks = -(-capacity_tokens // self.block_size)

@@ -392,7 +392,7 @@ def _default_capacity(
     workspace = measure_workspace(trial, num_tokens, num_logits)
     del trial
     room = room_on_device(device_memory(pool.device), options.memory_fraction, workspace)
-    return room // pool.token_bytes - pool.block_size  # less the scratch block
+    return pool.tokens_in(room)
 
 
 def _capacity_key(options: ModelOptions, device: torch.device) -> str:

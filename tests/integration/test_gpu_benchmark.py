@@ -14,6 +14,7 @@ from benchmarks.gpu_passes import are_good, compare
 from benchmarks.gpu_speed import weight_bytes
 from specgw.model_files import resolve_model
 
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
 
@@ -33,6 +34,14 @@ def test_the_gpus_code_agrees_with_the_cpus_on_a_cpu(tmp_path: Path) -> None:
         for kind in ("prefill", "decode", "verify", "mixed")
     }
     assert {(one["batch"], one["rows_each"]) for one in report["steps"]} == {(2, 1), (2, 5)}
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_the_gpu_agrees_with_the_cpu() -> None:
+    result = CliRunner().invoke(main, ["--steps", "3", "--copy-mib", "64"])
+
+    assert (result.exit_code, result.output.splitlines()[-1]) == (0, "everything agrees")
 
 
 @needs_no_gpu

@@ -95,6 +95,20 @@ def test_the_trial_pass_is_as_large_as_a_pass_can_be(tmp_path: Path) -> None:
     assert runner.kv_cache.used_tokens == 0
 
 
+@pytest.mark.parametrize("num_bytes", [0, 1, 10_000, 123_456, 1_000_000])
+@pytest.mark.parametrize("is_paged", [False, True])
+def test_a_cache_of_what_fits_into_memory_fits(num_bytes: int, is_paged: bool) -> None:
+    shape = PoolShape(2, 2, 8, torch.float32, torch.device("cpu"), 32, is_paged)
+
+    capacity = shape.tokens_in(num_bytes)
+    pool = shape.build(capacity)
+
+    held = sum(layer.nbytes for layer in pool.layers)
+    block = 32 * shape.token_bytes
+    assert capacity == 0 or num_bytes - block < held <= num_bytes
+    assert capacity > 0 or num_bytes < (1 + is_paged) * block
+
+
 def test_a_pool_for_a_kernel_has_its_blocks_and_one_more() -> None:
     shape = PoolShape(2, 2, 8, torch.float32, torch.device("cpu"), block_size=256, is_paged=True)
 
