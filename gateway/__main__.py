@@ -28,7 +28,7 @@ from specgw.grammar import GrammarCompiler
 from specgw.grammar_worker import GrammarWorker
 from specgw.handshake import verifier_mismatches
 from specgw.model_files import resolve_model
-from specgw.server import ServiceServer, drain_requested
+from specgw.server import ServiceServer, drain_requested, freeze_objects
 from specgw.telemetry import configure_logging, tell_simulation, tell_synthetic
 
 logger = logging.getLogger(__name__)
@@ -57,6 +57,7 @@ async def run(
         ConfigError: if an address cannot be listened on.
     """
     async with serving(args, verifiers, tokenizer, patience_s):
+        freeze_objects()
         reason = await drain_requested()
         logger.info("draining", extra={"reason": reason})
 

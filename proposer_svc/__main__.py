@@ -11,7 +11,7 @@ from proposer_svc.proposer import ProposerCore, build_proposer
 from proposer_svc.service import SERVICE_NAME, ProposerService
 from specgw.config import EngineArgs, load_config
 from specgw.exit_codes import exit_on_config_error
-from specgw.server import ServiceServer, run_until_drained, serve_metrics
+from specgw.server import ServiceServer, freeze_objects, run_until_drained, serve_metrics
 from specgw.service_options import service_options
 from specgw.telemetry import configure_logging
 
@@ -44,6 +44,7 @@ async def _serve(
     service = ProposerService(proposer, metrics)
     service.register(server.grpc_server)
     service.start()
+    freeze_objects()
     await run_until_drained(
         server, grace_s=settings.drain_grace_s, parent_pipe=parent_pipe, on_drain=service.drain
     )

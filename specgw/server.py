@@ -6,6 +6,7 @@ A service registers its servicer on `ServiceServer.grpc_server`, and its entry p
 
 import asyncio
 import contextlib
+import gc
 import inspect
 import logging
 import os
@@ -190,6 +191,16 @@ async def drain_requested(parent_pipe: int | None = None) -> str:
             signal.signal(number, signal.SIG_DFL)
         if parent_pipe is not None:
             loop.remove_reader(parent_pipe)
+
+
+def freeze_objects() -> None:
+    """Keeps the garbage collector from what there is. Entry points call it when they serve.
+
+    The modules and models of a service are a third of a million objects. A full collection would
+    stop every thread for 0.2 s, and find nothing among them.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def serve_metrics(listen: str, registry: CollectorRegistry) -> Callable[[], None]:

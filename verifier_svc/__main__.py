@@ -12,7 +12,7 @@ from specgw.engine.loading import load_model, target_options
 from specgw.engine.model_runner import ModelRunner
 from specgw.exit_codes import exit_on_config_error
 from specgw.link import ProposerLink
-from specgw.server import ServiceServer, run_until_drained, serve_metrics
+from specgw.server import ServiceServer, freeze_objects, run_until_drained, serve_metrics
 from specgw.service_options import service_options
 from specgw.telemetry import configure_logging
 from verifier_svc.delayed_link import DelayedLink
@@ -46,6 +46,7 @@ async def _serve(
     service = VerifierService(runner, _links(args), args, metrics)
     service.register(server.grpc_server)
     service.start()
+    freeze_objects()
     serving = asyncio.create_task(
         run_until_drained(
             server,
