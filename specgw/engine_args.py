@@ -11,6 +11,7 @@ from specgw.lookup.method import LOOKUP_METHODS
 from specgw.service_settings import SpecgwSettings
 from specgw.slots import extra_slots
 from specgw.speculative_config import DRAFT_MODEL_METHODS, PositiveInt, SpeculativeConfig
+from specgw.structured_outputs_config import StructuredOutputsConfig
 from specgw.vllm_names import ALIASES, DEPRECATED_METHODS
 
 _ApiKey = Annotated[str, Field(min_length=1)]
@@ -185,6 +186,10 @@ class EngineArgs(Ruled):
     """Another name for `speculative_config.model`."""
     spec_tokens: int | None = None
     """Another name for `speculative_config.num_speculative_tokens`."""
+    structured_outputs_config: Annotated[
+        StructuredOutputsConfig, BeforeValidator(_json_or_mapping)
+    ] = StructuredOutputsConfig()
+    """What holds for the constraints of all requests: a mapping, or JSON."""
     specgw: SpecgwSettings = SpecgwSettings()
     """Everything that vLLM has no key for."""
 
