@@ -11,8 +11,8 @@ from torch import Tensor
 
 from specgw.engine.extension import FLOAT, INT, POINTER, load_operators
 
-_BLOCK = 64  # output columns that lie together in packed weights
-_MAX_GROUP, _MAX_HEAD_DIM = 16, 256
+_BLOCK = 48  # output columns that lie together in packed weights
+_MAX_HEAD_DIM = 256
 _MULTIPLE = 32  # of which a head's size must be a multiple
 
 _operators = load_operators(
@@ -24,7 +24,7 @@ _operators = load_operators(
         "specgw_rms_norm": (*[POINTER] * 3, *[INT] * 2, FLOAT),
         "specgw_silu_mul": (*[POINTER] * 2, *[INT] * 2),
         "specgw_rotate": (*[POINTER] * 3, *[INT] * 4),
-        "specgw_attend": (*[POINTER] * 8, *[INT] * 5, FLOAT),
+        "specgw_attend": (*[POINTER] * 7, *[INT] * 5, FLOAT),
     },
 )
 
@@ -34,9 +34,9 @@ def is_usable(tensor: Tensor) -> bool:
     return bool(_operators) and tensor.dtype == torch.bfloat16 and tensor.device.type == "cpu"
 
 
-def can_attend(group: int, head_dim: int) -> bool:
-    """Whether `attend` and `rotate_` know heads of this size, of which a key head has `group`."""
-    return group <= _MAX_GROUP and head_dim <= _MAX_HEAD_DIM and head_dim % _MULTIPLE == 0
+def can_attend(head_dim: int) -> bool:
+    """Whether `attend` and `rotate_` know heads of this size."""
+    return head_dim <= _MAX_HEAD_DIM and head_dim % _MULTIPLE == 0
 
 
 def pack(weight: Tensor) -> Tensor:
@@ -183,30 +183,30 @@ def rotate_(
 
 
 def attend(
-    query: Tensor,  # [all rows, num_heads, head_dim], rows may be apart
+    query: Tensor,  # [num_rows, num_heads, head_dim], rows may be apart
     pool: Tensor,  # [num_slots, 2 * num_kv_heads, head_dim]
     blocks: Tensor,  # block tables of all sequences, int64
-    rows: Tensor,  # [4, num_rows], int64: which row, its table's start, first and last row it sees
-    output: Tensor,  # [all rows, num_heads * head_dim]
+    rows: Tensor,  # [3, num_rows], int64: where a row's table starts, first and last row it sees
     scale: float,
-) -> None:
-    """Writes the attention of some rows into the output, each independent of the others."""
-    _, num_heads, head_dim = query.shape
+) -> Tensor:  # [num_rows, num_heads * head_dim]
+    """Returns the attention of the rows, each independent of the others."""
+    num_rows, num_heads, head_dim = query.shape
     kv_heads = pool.shape[1] // 2
-    which, tables, firsts, lasts = (part.data_ptr() for part in rows.unbind())
+    tables, firsts, lasts = (part.data_ptr() for part in rows.unbind())
+    output = query.new_empty(num_rows, num_heads * head_dim)
     _operators["specgw_attend"](
         query.data_ptr(),
         pool.data_ptr(),
         blocks.data_ptr(),
-        which,
         tables,
         firsts,
         lasts,
         output.data_ptr(),
-        rows.shape[1],
+        num_rows,
         kv_heads,
         num_heads // kv_heads,
         head_dim,
         query.stride(0),
         scale,
     )
+    return output
