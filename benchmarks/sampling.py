@@ -2,7 +2,8 @@
 
 One verify step after another, each with its own forward pass, by all parameters in turn: sequences
 of one row (plain decoding), and of a block whose drafts are all accepted, which is the most that
-there can be to do. Times are medians over the repetitions; processor time counts all threads.
+there can be to do. Figures are medians over the repetitions. Processor time counts all threads,
+also while they wait for one another: beside other work, only `--threads 1` tells the truth.
 """
 
 import statistics
@@ -37,21 +38,25 @@ PARAMETERS = {
 
 @dataclass(frozen=True)
 class StepCost:
-    """Seconds of one step: its forward pass, and what came after it, by the clock and on cores."""
+    """Seconds of one step, by the clock or on processors: its forward pass and what came after."""
 
     forward: float
     sampling: float
-    sampling_processor: float
+
+    @property
+    def share(self) -> float:
+        """What is not the forward pass, of all."""
+        return self.sampling / (self.forward + self.sampling)
 
 
 class TimedVerifier(Verifier):
     """A verifier that says when the logits were there."""
 
-    forward_end = forward_processor_end = 0.0
+    forward_end = (0.0, 0.0)
 
     def _forward(self, batch: Sequence[VerifyRows]) -> tuple[Tensor, Tensor | None]:
         results = super()._forward(batch)
-        self.forward_end, self.forward_processor_end = time.perf_counter(), time.process_time()
+        self.forward_end = _clocks()
         return results
 
 
@@ -115,11 +120,11 @@ def main(
         Block(verifier, token_ids, seed)
         for seed, token_ids in enumerate(_contexts(model, sequences, context))
     ]
-    print("| parameters | rows | forward ms | sampling ms | share | sampling, processor ms |")
-    print("|---|---|---|---|---|---|", flush=True)
+    print("| parameters | rows | forward ms | sampling ms | share | on processors, ms | share |")
+    print("|---|---|---|---|---|---|---|", flush=True)
     cases = [(name, drafted) for drafted in (0, draft_tokens) for name in only or PARAMETERS]
     drafts = {case: _accepted_drafts(verifier, blocks, *case) for case in cases}
-    costs: dict[tuple[str, int], list[StepCost]] = {case: [] for case in cases}
+    costs: dict[tuple[str, int], list[tuple[StepCost, ...]]] = {case: [] for case in cases}
     for _ in range(repetitions):
         for case in cases:
             costs[case].append(_cost(verifier, blocks, PARAMETERS[case[0]], drafts[case]))
@@ -139,7 +144,8 @@ def _accepted_drafts(
     verifier: Verifier, blocks: Sequence[Block], name: str, count: int
 ) -> list[list[int]]:
     """Returns drafts of which the target accepts all, found one token at a time."""
-    params, drafts = PARAMETERS[name], [[] for _ in blocks]  # type: list[list[int]]
+    params = PARAMETERS[name]
+    drafts: list[list[int]] = [[] for _ in blocks]
     for _ in range(count):
         rows = [one.rows(params, some) for one, some in zip(blocks, drafts, strict=True)]
         drafts = [list(one.output_token_ids) for one in verifier.verify(rows)]
@@ -151,17 +157,19 @@ def _cost(
     blocks: Sequence[Block],
     params: SamplingParams,
     drafts: Sequence[Sequence[int]],
-) -> StepCost:
+) -> tuple[StepCost, ...]:
+    """Returns what a step costs by the clock and on processors."""
     rows = [one.rows(params, some) for one, some in zip(blocks, drafts, strict=True)]
-    began = time.perf_counter()
+    began = _clocks()
     verified = verifier.verify(rows)
-    ended, processor_ended = time.perf_counter(), time.process_time()
+    ended = _clocks()
     _check(verified, drafts)
-    return StepCost(
-        verifier.forward_end - began,
-        ended - verifier.forward_end,
-        processor_ended - verifier.forward_processor_end,
-    )
+    times = zip(began, verifier.forward_end, ended, strict=True)
+    return tuple(StepCost(middle - first, last - middle) for first, middle, last in times)
+
+
+def _clocks() -> tuple[float, float]:
+    return time.perf_counter(), time.process_time()
 
 
 def _check(verified: Sequence[Verified], drafts: Sequence[Sequence[int]]) -> None:
@@ -169,15 +177,15 @@ def _check(verified: Sequence[Verified], drafts: Sequence[Sequence[int]]) -> Non
         raise click.ClickException("a draft was not accepted: the step was not the one to measure")
 
 
-def _line(name: str, num_rows: int, costs: Sequence[StepCost]) -> str:
-    forward = statistics.median(one.forward for one in costs)
-    sampling = statistics.median(one.sampling for one in costs)
-    share = statistics.median(one.sampling / (one.sampling + one.forward) for one in costs)
-    processor = statistics.median(one.sampling_processor for one in costs)
-    return (
-        f"| {name} | {num_rows} | {1e3 * forward:.0f} | {1e3 * sampling:.1f} | {share:.1%} "
-        f"| {1e3 * processor:.1f} |"
-    )
+def _line(name: str, num_rows: int, costs: Sequence[tuple[StepCost, ...]]) -> str:
+    by_clock, on_processors = zip(*costs, strict=True)
+    forward = statistics.median(one.forward for one in by_clock)
+    cells = [name, str(num_rows), f"{1e3 * forward:.0f}"]
+    for those in (by_clock, on_processors):
+        sampling = statistics.median(one.sampling for one in those)
+        share = statistics.median(one.share for one in those)
+        cells += [f"{1e3 * sampling:.1f}", f"{share:.1%}"]
+    return f"| {' | '.join(cells)} |"
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ _MAX_CACHED = 128
 _STEP_FUEL = 100_000
 _INITIAL_FUEL = 200_000
 _BITS = 32  # of a word of a mask
+_UNLIMITED = StructuredOutputsConfig()
 
 
 class GrammarMatcher:
@@ -121,7 +122,7 @@ class GrammarCompiler:
         read_tokenizer: Callable[[], str],
         vocab_size: int,
         eos_token_ids: Sequence[int],
-        config: StructuredOutputsConfig = StructuredOutputsConfig(),
+        config: StructuredOutputsConfig = _UNLIMITED,
     ) -> None:
         self._config = config
         self._read_tokenizer = read_tokenizer
@@ -197,7 +198,7 @@ def compiler_for(
     tokenizer: str,
     vocab_size: int,
     eos_token_ids: Sequence[int],
-    config: StructuredOutputsConfig = StructuredOutputsConfig(),
+    config: StructuredOutputsConfig = _UNLIMITED,
 ) -> GrammarCompiler:
     """Returns the compiler for the tokenizer of a model, by its name or path."""
 

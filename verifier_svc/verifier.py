@@ -162,7 +162,7 @@ class Verifier:
         if len(self._widened) < sum(sizes):
             self._widened = self._widened.new_empty(sum(sizes), self._widened.shape[1])
         logits = self._widened[: sum(sizes)]
-        for copy, part in zip(logits.split(sizes), parts, strict=True):
+        for copy, part in zip(torch.split(logits, sizes), parts, strict=True):
             copy.copy_(part)
         return logits
 

@@ -19,10 +19,11 @@ _WEIGHTS = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6, 0.0)  # relative to the most pro
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
-    """What a row's tokens are kept by: a `top_k` of 0 or -1, a `top_p` of 1, a `min_p` of 0 keep all.
+    """What a row's tokens are kept by.
 
-    Min-p keeps tokens at least that probable relative to the most probable one; then top-k, then
-    top-p choose among the tokens that are left. Equals of the last token kept are kept.
+    A `top_k` of 0 or -1, a `top_p` of 1 and a `min_p` of 0 keep all. Min-p keeps tokens at least
+    that probable relative to the most probable one; then top-k, then top-p choose among the tokens
+    that are left. Equals of the last token kept are kept.
     """
 
     min_p: float

@@ -1,7 +1,7 @@
 """Drafts with laws of their own, under a constraint: the output keeps to it and to its law.
 
-A random target and an unrelated random draft over printable characters answer thousands of
-requests, each with its own seed, under an expression of 18 texts. What they write is compared with
+A random target and an unrelated random draft over printable characters answer many requests, each
+with its own seed, under an expression of 8 texts. What they write is compared with
 the target's law, masked and normalized row by row, as plain decoding draws it.
 """
 
@@ -29,17 +29,15 @@ from tests.tiny_tokenizers import of_tokens
 from tests.verifier_harness import Answer, InlineVerifier
 from verifier_svc.acceptance import Acceptance
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 TOKENS = [*map(chr, range(32, 127)), "},"]
 EOS = VOCAB_SIZE - 1
-COUNT = 4_000
+COUNT = 1_200
 PROMPT = [4, 8, 15, 16, 23, 42]
-REGEX = "[abc]{2}d?"
-TEXTS = [
-    "".join(text) + end for text in itertools.product("abc", repeat=2) for end in ("", "d")
-]
-TEMPERATURE = 3.0  # so that no text is rare
+REGEX = "[ab]{2}d?"
+TEXTS = ["".join(text) + end for text in itertools.product("ab", repeat=2) for end in ("", "d")]
+TEMPERATURE = 2.0  # so that no text is rare
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +52,8 @@ def answers(
     drafter = DraftModelDrafter(draft, 512, sampler=DraftSampler("probabilistic"), grammars=masks)
     verifier = InlineVerifier(
         runner,
-        [InProcessLink(ProposerCore(drafter, 3, max_sessions=64))],
-        max_draft_tokens=3,
+        [InProcessLink(ProposerCore(drafter, 2, max_sessions=64))],
+        max_draft_tokens=2,
         max_num_seqs=64,
         max_waiting_requests=COUNT,
         acceptance=Acceptance(uses_draft_probs=True, by_block=rule == "block"),
@@ -84,20 +82,21 @@ def law(runner: ModelRunner) -> torch.Tensor:  # [len(TEXTS)] float64
         cache.reserve(len(context))
         logits = runner.forward([SequenceChunk(cache, context, 1)])[0].double()
         cache.release()
-        options = list(map(TOKENS.index, "abc")) if len(prefix) < 2 else [EOS, TOKENS.index("d")]
+        options = list(map(TOKENS.index, "ab")) if len(prefix) < 2 else [EOS, TOKENS.index("d")]
         return (logits[options] / TEMPERATURE).softmax(dim=0)
 
     chances = [
-        after("")["abc".index(one[0])]
-        * after(one[0])["abc".index(one[1])]
+        after("")["ab".index(one[0])]
+        * after(one[0])["ab".index(one[1])]
         * after(one[:2])[len(one) - 2]
         for one in TEXTS
     ]
     return torch.stack(chances)
 
 
-@pytest.mark.parametrize("is_masked", [True, False])
-@pytest.mark.parametrize("rule", ["standard", "block"])
+@pytest.mark.parametrize(
+    ("rule", "is_masked"), [("standard", True), ("block", True), ("block", False)]
+)
 def test_texts_are_of_the_grammar_and_as_likely_as_without_drafts(
     rule: str,
     is_masked: bool,
@@ -105,12 +104,14 @@ def test_texts_are_of_the_grammar_and_as_likely_as_without_drafts(
     unrelated_model_dir: Path,
     grammars: GrammarCompiler,
 ) -> None:
-    """One chi-square of 17 degrees of freedom: false-alarm rate 1e-7.
+    """One chi-square of 7 degrees of freedom: false-alarm rate 1e-7.
 
     Drafts that know the constraint are nearly all possible, those that do not are nearly all
     forbidden.
     """
-    draft = load_model(ModelOptions(str(unrelated_model_dir), dtype="float32", kv_cache_tokens=4096))
+    draft = load_model(
+        ModelOptions(str(unrelated_model_dir), dtype="float32", kv_cache_tokens=4096)
+    )
     expected = law(random_runner) * COUNT
 
     together = answers(random_runner, draft, grammars, rule, is_masked)
