@@ -62,6 +62,8 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer):
         self.deadlines_s: list[float] = []
         self.open_count = 0
         self.cancelled_count = 0
+        self.is_holding = False
+        self.num_unwritten = 0  # outputs on their way into a `GenerateMany` stream
         self.released = asyncio.Event()
         self.changed = asyncio.Condition()
         self._output_token_ids = output_token_ids
@@ -100,7 +102,12 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer):
                     self.deadlines_s.append(request.start.timeout.ToTimedelta().total_seconds())
                 yield request
 
-        await _Calls(self).stream.serve(noted(), context.write)
+        async def write(response: verifier_pb2.GenerateManyResponse) -> None:
+            await context.write(response)
+            self.num_unwritten -= len(response.call_ids)
+            await self._count()
+
+        await _Calls(self).stream.serve(noted(), write)
 
     async def play(self, request: verifier_pb2.GenerateRequest) -> AsyncGenerator[GenerateOutput]:
         """Yields the outputs of one call, counting it."""
@@ -128,6 +135,10 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer):
     async def opened(self, count: int = 1) -> None:
         """Waits until `count` calls were opened in all."""
         await self._until(lambda: len(self.requests) >= count)
+
+    async def holding(self) -> None:
+        """Waits until a call is held and has sent all before."""
+        await self._until(lambda: self.is_holding and not self.num_unwritten)
 
     async def cancelled(self, count: int = 1) -> None:
         """Waits until `count` calls were cancelled in all."""
@@ -189,6 +200,8 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer):
             assert self._failure is not None
             raise self._failure
         if self._hold_at is not None and position >= self._hold_at:
+            self.is_holding = True
+            await self._count()
             await self.released.wait()
 
     async def _count(self, opened: int = 0) -> None:
@@ -224,6 +237,7 @@ class _Calls:
         try:
             async with aclosing(self._verifier.play(request)) as outputs:
                 async for output in outputs:
+                    self._verifier.num_unwritten += 1
                     sink(output)
                     self.stream.flush()
                     await asyncio.sleep(0)  # as between steps

@@ -104,6 +104,8 @@ class Scheduler:
         self.calibrate()
         while not self._is_stopping:
             self.step()
+        for session in list(self._sessions.values()):
+            self._end(session)  # the model may outlive the loop
 
     def calibrate(self) -> None:
         """Measures the target's steps, if the number of draft tokens is to follow from them."""

@@ -1418,6 +1418,7 @@ class TestFailures:
             await all_serving(gateway, 2)
             running = asyncio.create_task(client.post("/v1/completions", json=COMPLETION))
             first = await one_opened(pair)
+            await first.holding()
             await servers[pair.index(first)].stop(0)
             other = pair[1 - pair.index(first)]
             await other.opened()
@@ -1438,7 +1439,7 @@ class TestFailures:
                 client = await stack.enter_async_context(http(gateway))
                 await gateway.router.ready()
                 running = asyncio.create_task(client.post("/v1/completions", json=COMPLETION))
-                await before.opened()
+                await before.holding()
             await stack.enter_async_context(scripted_verifier.serving(after, address))
             async with asyncio.timeout(10):
                 answer = await running
@@ -1461,7 +1462,7 @@ class TestFailures:
                 await gateway.router.ready()
                 body = {**COMPLETION, "stream": stream}
                 running = asyncio.create_task(client.post("/v1/completions", json=body))
-                await verifier.opened()
+                await verifier.holding()
             answer = await running
             refused = await client.post("/v1/completions", json=COMPLETION)
             health = await client.get("/health")
