@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, FilePath
+from pydantic import Field, FilePath, field_validator
 
 from specgw.config_rules import Frozen
 from specgw.fallback_settings import FallbackProposer
@@ -99,6 +99,11 @@ class ProposerSettings(Frozen):
     """Whether to draft beyond a block while the target tests it. `auto` means on a GPU, or where
     `listen` is for other machines: on shared cores it would slow the target. It pauses by itself
     while too little of it is used."""
+    run_ahead_branches: Annotated[int, Field(ge=1, le=64)] = 22
+    """Most blocks drafted ahead for a session, each for another outcome of the round. 1 follows only
+    the likeliest: the whole block accepted and the draft's own guess after it. More are drafted in
+    the same passes, so far as measured times leave room; under `run_ahead: auto` only where the
+    draft model has a device of its own."""
     max_sessions: PositiveInt = 64
     """Most sessions over all verifiers; others decode without drafts."""
     max_draft_support: Annotated[PositiveInt, Field(le=MAX_DRAFT_SUPPORT)] = 64
@@ -123,8 +128,20 @@ class SimulationSettings(Frozen):
     """What each input row adds to it."""
     acceptance_rate: Annotated[float, Field(ge=0, le=1)] = 0.8
     """Probability that a draft token is the target's, if all before it were."""
+    runner_up_rates: tuple[Annotated[float, Field(ge=0, le=1)], ...] = (
+        0.42, 0.13, 0.08, 0.05, 0.03, 0.02, 0.01
+    )  # fmt: skip
+    """Where it is not: probability that the draft's second choice is, its third, and so on; the sum
+    is at most 1. As measured with real models, `python -m benchmarks.runner_ups`."""
     rtt_ms: Milliseconds = 0.0
     """What is added to the way between verifier and proposer and back."""
+
+    @field_validator("runner_up_rates")
+    @classmethod
+    def _is_distribution(cls, rates: tuple[float, ...]) -> tuple[float, ...]:
+        if sum(rates) > 1 + 1e-9:
+            raise ValueError(f"the sum must be at most 1, not {sum(rates):g}")
+        return rates
 
 
 class SpecgwSettings(Frozen):
