@@ -59,7 +59,7 @@ def main() -> None:
     "runner_up_rates",
     type=float,
     multiple=True,
-    help="Where a draft token is wrong, how often the next choice is right; repeat for the third...",
+    help="Where a draft token is wrong, how often the next choice is right, and the one after.",
 )
 @click.option(
     "--branches",

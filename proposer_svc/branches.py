@@ -160,7 +160,7 @@ def fan_out(
 def _outcomes(
     num_draft_tokens: int, acceptance: float, rates: Sequence[float]
 ) -> Iterator[tuple[float, int]]:
-    """Yields the probability of each outcome, but the likeliest after all tokens, and its number."""
+    """Yields each outcome's probability and number, but for the likeliest after all tokens."""
     for num_accepted in range(num_draft_tokens + 1):
         for rate in rates:
             yield acceptance**num_accepted * (1 - acceptance) * rate, num_accepted

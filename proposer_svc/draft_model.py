@@ -145,7 +145,8 @@ class DraftModelDrafter:
     def step(self, table: SessionTable) -> list[Draft]:
         begun = [one for one in self._rows.values() if one.has_begun]
         if done := [one for one in begun if not one.is_drafting]:
-            return [self._answer(one) for one in done]  # they need not wait for the others
+            # They need not wait for the others.
+            return [replace(self._answer(one), was_ready=True) for one in done]
         for one in begun:
             if not reserve(one, one.max_draft_tokens - 1, self._rows.values()):
                 one.drop_ahead()

@@ -16,7 +16,7 @@ from specgw.types import TokenProbs
 
 @dataclass(slots=True, eq=False)
 class DraftRows:
-    """The rows of `cache` are those of `token_ids` and then of the tokens that `drafted` begins with.
+    """The rows of `cache` are those of `token_ids`, then of the tokens that `drafted` begins with.
 
     As far as they were fed; they are kept from round to round, and so far as they are right. Behind
     them may be those of a branch.
@@ -138,9 +138,7 @@ class DraftRows:
         length = min(self.cache.length, self.context.num_settled)
         self.cache.publish(self.block_hashes.within(self.token_ids, length))
 
-    def extend_draft(
-        self, token: DraftToken | None, runner_ups: Sequence[int] = ()
-    ) -> None:
+    def extend_draft(self, token: DraftToken | None, runner_ups: Sequence[int] = ()) -> None:
         """Appends a draft token; a missing one makes the whole block unusable: it is dropped."""
         self.drafted.extend(token, runner_ups)
 

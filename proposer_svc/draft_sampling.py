@@ -83,7 +83,9 @@ class DraftSampler:
             ids[random] = ids[random].gather(1, order)
         is_possible = values.isfinite().all(dim=1).tolist()
         kept = ids[:, :count].tolist()
-        return tokens, [one if is_all else [] for one, is_all in zip(kept, is_possible, strict=True)]
+        return tokens, [
+            one if is_all else [] for one, is_all in zip(kept, is_possible, strict=True)
+        ]
 
     def guesses_by(self, sampling: DraftSampling | None) -> DraftSampling | None:
         """Returns how to guess a token that the target will choose, and no draft is tested for."""
@@ -144,7 +146,10 @@ def _noise_order(
     blocks = ids // NOISE_BLOCK
     at = torch.arange(len(rows), device=ids.device).repeat_interleave(ids.shape[1])
     noise = token_noise(
-        keys[at], ids.flatten(), minima.gather(1, blocks).flatten(), places.gather(1, blocks).flatten()
+        keys[at],
+        ids.flatten(),
+        minima.gather(1, blocks).flatten(),
+        places.gather(1, blocks).flatten(),
     )
     temperatures = torch.tensor([row.temperature for row in rows], dtype=torch.float64)
     scores = logits.double() / temperatures.to(ids.device).unsqueeze(1) - noise.log().view_as(ids)

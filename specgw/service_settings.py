@@ -100,10 +100,10 @@ class ProposerSettings(Frozen):
     `listen` is for other machines: on shared cores it would slow the target. It pauses by itself
     while too little of it is used."""
     run_ahead_branches: Annotated[int, Field(ge=1, le=64)] = 22
-    """Most blocks drafted ahead for a session, each for another outcome of the round. 1 follows only
-    the likeliest: the whole block accepted and the draft's own guess after it. More are drafted in
-    the same passes, so far as measured times leave room; under `run_ahead: auto` only where the
-    draft model has a device of its own."""
+    """Most blocks drafted ahead for a session, each for another outcome of the round. With 1 that
+    is the whole block accepted and the draft's own guess after it. More are drafted in the same
+    passes, so far as measured times leave room; under `run_ahead: auto` only where the draft model
+    has a device of its own."""
     max_sessions: PositiveInt = 64
     """Most sessions over all verifiers; others decode without drafts."""
     max_draft_support: Annotated[PositiveInt, Field(le=MAX_DRAFT_SUPPORT)] = 64
@@ -128,11 +128,9 @@ class SimulationSettings(Frozen):
     """What each input row adds to it."""
     acceptance_rate: Annotated[float, Field(ge=0, le=1)] = 0.8
     """Probability that a draft token is the target's, if all before it were."""
-    runner_up_rates: tuple[Annotated[float, Field(ge=0, le=1)], ...] = (
-        0.42, 0.13, 0.08, 0.05, 0.03, 0.02, 0.01
-    )  # fmt: skip
+    runner_up_rates: tuple[Annotated[float, Field(ge=0, le=1)], ...] = (0.68, 0.15, 0.08, 0.04)
     """Where it is not: probability that the draft's second choice is, its third, and so on; the sum
-    is at most 1. As measured with real models, `python -m benchmarks.runner_ups`."""
+    is at most 1. The default is Qwen2.5-Coder 0.5B for 1.5B, `python -m benchmarks.runner_ups`."""
     rtt_ms: Milliseconds = 0.0
     """What is added to the way between verifier and proposer and back."""
 

@@ -105,17 +105,24 @@ class KVCache:
         Raises:
             OutOfBlocks: and then nothing has changed.
         """
-        needed = [cache.num_missing_blocks(length) for cache, length in lengths]
-        written = [cache for cache, length in lengths if length > cache.length]
-        published = [cache for cache in written if cache.has_published_tail]
-        num_copied = sum(self._is_shared(cache.blocks[-1]) for cache in published)
-        if sum(needed) + num_copied > self._num_free:
-            raise OutOfBlocks(sum(needed) + num_copied, self._num_free)
+        growing = [
+            (cache, count)
+            for cache, length in lengths
+            if (count := cache.num_missing_blocks(length))
+        ]
+        published = [
+            cache for cache, length in lengths if length > cache.length and cache.has_published_tail
+        ]
+        if not growing and not published:
+            return
+        num_needed = sum(count for _, count in growing)
+        num_needed += sum(self._is_shared(cache.blocks[-1]) for cache in published)
+        if num_needed > self._num_free:
+            raise OutOfBlocks(num_needed, self._num_free)
         for cache in published:
             cache.own_tail(self._private(cache.blocks[-1]))
-        for (cache, _), count in zip(lengths, needed, strict=True):
-            if count:
-                cache.extend(self._take(count, cache.blocks[-1] if cache.blocks else None))
+        for cache, count in growing:
+            cache.extend(self._take(count, cache.blocks[-1] if cache.blocks else None))
 
     # Forks.
 
@@ -130,9 +137,7 @@ class KVCache:
         """
         size = self.block_size
         shared = [one.num_shared // size for one in forks]
-        counts = [
-            -(-one.num_rows // size) - num for one, num in zip(forks, shared, strict=True)
-        ]
+        counts = [-(-one.num_rows // size) - num for one, num in zip(forks, shared, strict=True)]
         if sum(counts) > self._num_free:
             raise OutOfBlocks(sum(counts), self._num_free)
         taken = self._take(sum(counts), None) if forks else []

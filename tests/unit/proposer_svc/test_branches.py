@@ -63,7 +63,9 @@ class Bench:
         sampler = DraftSampler(method)
         drafter = DraftModelDrafter(self.runner, 2048, sampler=sampler, run_ahead=self.ahead)
         self.core = ProposerCore(drafter, max_draft_tokens=8, max_sessions=8)
-        self.core.connect(Hello("v", ModelDescription("t", "T", 50, "toy", 512, "float32", "cpu"), 8))
+        self.core.connect(
+            Hello("v", ModelDescription("t", "T", 50, "toy", 512, "float32", "cpu"), 8)
+        )
         self.contexts = {number: [*PROMPT, number] for number in range(1, num_sessions + 1)}
         opened = [
             OpenSession(number, tuple(context), sampling=sampling)
@@ -120,9 +122,7 @@ def test_branches_go_to_the_likeliest_outcomes(num_branches: int, acceptance: fl
         for k in range(6)
         for i, rate in enumerate(rates)
     }
-    last = {
-        (6, 1 + i): acceptance**6 * (1 - acceptance) * rate for i, rate in enumerate(rates)
-    }
+    last = {(6, 1 + i): acceptance**6 * (1 - acceptance) * rate for i, rate in enumerate(rates)}
     best = sorted([*rejected.values(), *last.values()], reverse=True)[: num_branches - 1]
 
     counts = fan_out(num_branches, 6, acceptance, rates)
@@ -405,6 +405,7 @@ def test_the_rate_of_each_runner_up_is_learned() -> None:
         ahead.outcomes.observe(4, 3)
 
     first, second, *others = ahead.outcomes.rates
-    assert (first, second) == (pytest.approx(0.5, abs=0.05), pytest.approx(0.25, abs=0.05))
+    assert first == pytest.approx(0.5, abs=0.05)
+    assert second == pytest.approx(0.25, abs=0.05)
     assert max(others) < 0.02
     assert ahead.outcomes.acceptance == pytest.approx(0.75, abs=0.01)
