@@ -6,9 +6,9 @@ changing a token shows. It says everywhere what it is: its device is `simulated`
 """
 
 import logging
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +30,16 @@ _CERTAIN = 100.0  # a logit beside which others have no chance at any temperatur
 _RUNNER_UP = 50.0  # that of the second choice; each next one's is less by 1
 
 States = npt.NDArray[np.uint64]
+
+
+class Timer(Protocol):
+    """Where the time of a device passes."""
+
+    def now(self) -> float:
+        """Returns seconds since some moment."""
+
+    def wait_until(self, deadline: float) -> None:
+        """Returns then, or at once if that is past."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,19 +85,19 @@ class SimulatedRunner(ModelRunner):
         self._simulated = device
         self._token_ids = np.array(token_ids)
         self._states = kv_cache.layers[0][:, 0, 0].numpy().view(np.uint64)  # [num_slots]
-        self._timer = PreciseTimer()
+        self.timer: Timer = PreciseTimer()
         self._logits = torch.zeros(0, description.vocab_size)
         self._choices = torch.zeros(0, 1, dtype=torch.int64)
         logger.warning("SIMULATION: no model runs, tokens are invented", extra={"device": device})
 
     def forward(self, chunks: Sequence[SequenceChunk]) -> Tensor:
-        began = time.perf_counter()
+        began = self.timer.now()
         self.kv_cache.reserve([
             (chunk.cache, chunk.cache.length + len(chunk.token_ids)) for chunk in chunks
         ])  # fmt: skip
         logits = self._as_logits(self._choices_after(self._feed(chunks)))
         num_rows = sum(len(chunk.token_ids) for chunk in chunks)
-        self._timer.wait_until(began + self._simulated.step_s + num_rows * self._simulated.row_s)
+        self.timer.wait_until(began + self._simulated.step_s + num_rows * self._simulated.row_s)
         return logits
 
     def _feed(self, chunks: Sequence[SequenceChunk]) -> States:
