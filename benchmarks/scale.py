@@ -139,6 +139,7 @@ async def _measure_rounds(
             "proposer": {
                 "metrics_listen": metrics["proposer"],
                 "max_sessions": max(sessions),
+                "kv_cache_tokens": max(sessions) * (2048 + 32 * branches),
                 "max_num_batched_tokens": max(2048, max(branches, 1) * max(sessions)),
                 "run_ahead": "on" if branches else "off",
                 "run_ahead_branches": max(branches, 1),

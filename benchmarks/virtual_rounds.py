@@ -5,6 +5,7 @@ and the wire advance. What Python costs does not count, nor what else the machin
 are those of the policy alone, the limit that `benchmarks.scale rounds` can come near to.
 """
 
+import itertools
 import math
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -18,8 +19,17 @@ from proposer_svc.run_ahead import RunAheadCounts
 from specgw.config import EngineArgs, parse_config
 from specgw.engine.loading import load_model, target_options
 from specgw.engine.simulation import SimulatedRunner
+from specgw.errors import SpecgwError
 from specgw.link import LinkListener
-from specgw.types import DraftBlock, GenerateRequest, Hello, HelloAck, ProposeStep, SamplingParams
+from specgw.types import (
+    DraftBlock,
+    GenerateOutput,
+    GenerateRequest,
+    Hello,
+    HelloAck,
+    ProposeStep,
+    SamplingParams,
+)
 from verifier_svc.draft_length import build_draft_length
 from verifier_svc.drafting import Drafting
 from verifier_svc.inbox import Blocks, Event, Inbox
@@ -29,6 +39,7 @@ from verifier_svc.verifier import Verifier
 _ADDRESS = "virtual"
 _PROMPT_TOKENS = 32
 _WARM_UP_S = 0.4
+_PARAMS = SamplingParams(temperature=0, max_tokens=900, ignore_eos=True)
 
 
 class VirtualTimer:
@@ -138,14 +149,26 @@ def measure(args: EngineArgs, sessions: int, rtt_s: float, seconds: float) -> Fi
     proposer = VirtualProposer(args, timer, rtt_s)
     drafting = Drafting([proposer], runner.vocab_size, 10.0, length=build_draft_length(args))
     limits = SchedulerLimits(sessions, args.max_num_batched_tokens, sessions, args.max_draft_tokens)
-    scheduler = Scheduler(Verifier(runner), drafting, limits, lambda outputs: None, clock=timer.now)
+    numbers = itertools.count()
+
+    def submit() -> None:
+        number = next(numbers)
+        prompt = [(number * 7 + i) % 2000 for i in range(_PROMPT_TOKENS)]
+        scheduler.inbox.submit(number, GenerateRequest(f"r{number}", prompt, _PARAMS), seed=0)
+
+    def deliver(outputs: Sequence[tuple[int, GenerateOutput | SpecgwError]]) -> None:
+        for _, output in outputs:
+            if isinstance(output, SpecgwError):
+                raise output
+            if output.finish_reason is not None:
+                submit()
+
+    scheduler = Scheduler(Verifier(runner), drafting, limits, deliver, clock=timer.now)
     scheduler.inbox = VirtualInbox(timer, proposer)
     proposer.start(Hello("v", runner.description, args.max_draft_tokens), scheduler.inbox)
     scheduler.calibrate()
-    params = SamplingParams(temperature=0, max_tokens=100_000, ignore_eos=True)
-    for number in range(sessions):
-        prompt = [(number * 7 + i) % 2000 for i in range(_PROMPT_TOKENS)]
-        scheduler.inbox.submit(number, GenerateRequest(f"r{number}", prompt, params), seed=0)
+    for _ in range(sessions):
+        submit()
     begin_s = timer.now() + _WARM_UP_S
     while timer.now() < begin_s:
         scheduler.step()
@@ -227,6 +250,7 @@ def _args(
             "simulation": simulation,
             "proposer": {
                 "max_sessions": sessions,
+                "kv_cache_tokens": sessions * (2048 + 32 * branches),
                 "max_num_batched_tokens": max(2048, max(branches, 1) * sessions),
                 "run_ahead": "on" if branches else "off",
                 "run_ahead_branches": max(branches, 1),

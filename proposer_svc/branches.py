@@ -82,8 +82,10 @@ class Branches:
         guesses: list[tuple[int, int]] = []
         if self._has_guesses:
             self._has_guesses = False
-            for number, known in enumerate(self._block.runner_ups):
-                guesses += [(number, token_id) for token_id in known[: self.fan_out[number]]]
+            for rank in range(max(self.fan_out)):  # the best guesses at all places first
+                for number, known in enumerate(self._block.runner_ups):
+                    if rank < min(self.fan_out[number], len(known)):
+                        guesses.append((number, known[rank]))
         if self._has_last_guesses and (first := self.trunk.drafted).token_ids:
             self._has_last_guesses = False
             known = [*first.token_ids, *(first.runner_ups[0] if first.runner_ups else ())]

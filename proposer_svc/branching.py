@@ -1,5 +1,6 @@
 """Begins the branches of all sessions, and says which are to be fed next. Runs no model."""
 
+import itertools
 from collections.abc import Collection, Sequence
 
 from proposer_svc.branches import Branch, Branches
@@ -47,25 +48,33 @@ class Branching:
             one.is_stopped, one.branches = True, None
 
     def _grow(self, sessions: Sequence[DraftRows]) -> None:
-        """Begins the branches whose guesses are known; those with rows of their own together."""
+        """Begins the branches whose guesses are known, as far as there is memory for their rows."""
         forks: list[tuple[Branches, int, int, Fork]] = []
-        for one in sessions:
+        for one, (num_accepted, token_id) in _guesses(sessions):
             branches = one.branches
             assert branches is not None
-            for num_accepted, token_id in branches.take_guesses():
-                if branches.needs_fork(num_accepted):
-                    num_shared = branches.context_length + num_accepted
-                    num_rows = num_shared + branches.num_wanted(num_accepted)
-                    fork = Fork(one.cache, num_shared, num_rows)
-                    forks.append((branches, num_accepted, token_id, fork))
-                else:
-                    branches.add(num_accepted, token_id, one.cache)
-        try:
-            caches = self._pool.fork([fork for *_, fork in forks])
-        except OutOfBlocks:
-            return
+            if branches.needs_fork(num_accepted):
+                num_shared = branches.context_length + num_accepted
+                fork = Fork(one.cache, num_shared, num_shared + branches.num_wanted(num_accepted))
+                forks.append((branches, num_accepted, token_id, fork))
+            else:
+                branches.add(num_accepted, token_id, one.cache)
+        del forks[self._pool.num_fitting([fork for *_, fork in forks]) :]
+        caches = self._pool.fork([fork for *_, fork in forks])
         for (branches, num_accepted, token_id, _), cache in zip(forks, caches, strict=True):
             branches.add(num_accepted, token_id, cache)
+
+
+def _guesses(sessions: Sequence[DraftRows]) -> list[tuple[DraftRows, tuple[int, int]]]:
+    """Returns the guesses to follow of all sessions, each session's first one first."""
+    taken = [one.branches.take_guesses() if one.branches is not None else [] for one in sessions]
+    turns = itertools.zip_longest(*taken)
+    return [
+        (one, guess)
+        for turn in turns
+        for one, guess in zip(sessions, turn, strict=True)
+        if guess is not None
+    ]
 
 
 def tokens_beyond_context(owner: DraftRows, line: DraftRows | Branch) -> list[int]:

@@ -137,7 +137,7 @@ class KVCache:
         """
         size = self.block_size
         shared = [one.num_shared // size for one in forks]
-        counts = [-(-one.num_rows // size) - num for one, num in zip(forks, shared, strict=True)]
+        counts = self._num_own_blocks(forks)
         if sum(counts) > self._num_free:
             raise OutOfBlocks(sum(counts), self._num_free)
         taken = self._take(sum(counts), None) if forks else []
@@ -150,6 +150,15 @@ class KVCache:
             caches.append(SequenceCache(self, one, own))
         self._copy(sources, copies)
         return caches
+
+    def num_fitting(self, forks: Sequence["Fork"]) -> int:
+        """Returns for how many of some forks, the first ones, there is room now."""
+        ends = np.cumsum(self._num_own_blocks(forks))
+        return int(np.searchsorted(ends, self._num_free, side="right"))
+
+    def _num_own_blocks(self, forks: Sequence["Fork"]) -> list[int]:
+        size = self.block_size
+        return [-(-one.num_rows // size) - one.num_shared // size for one in forks]
 
     def release_forks(self, forks: Sequence["SequenceCache"]) -> None:
         """Gives the blocks of several forks back at once."""
