@@ -3,15 +3,18 @@
     python -m benchmarks.scale rounds    # how close to the ideal a round of draft and verify is
     python -m benchmarks.scale gateway   # what the gateway costs, and what it adds
 
-`rounds` asks a verifier over gRPC and compares with a target that never waits: a step takes the
-longer of verifying and drafting. `gateway` streams over HTTP. Its processor time counts the gateway
-process alone, so it says what one core could do even where other processes want cores too.
+`rounds` asks a verifier as a gateway does, and compares with a target that never waits: a step
+takes the longer of verifying and drafting. It tells the processor time of a step by thread, and how
+long the verifier takes to answer a health probe meanwhile. `gateway` streams over HTTP. Its
+processor time counts the gateway process alone, so it says what one core could do even where other
+processes want cores too.
 """
 
 import asyncio
 import bisect
 import json
 import statistics
+import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -23,13 +26,14 @@ from typing import Any
 import click
 import httpx
 
-from benchmarks.machine import free_port, process_seconds, resident_bytes
+from benchmarks.machine import free_port, process_seconds, resident_bytes, thread_seconds
 from benchmarks.stream_client import EventStreamClient, open_stream
 from benchmarks.systems import run_specgw
+from gateway.verifier_stream import VerifierStream
 from specgw import wire
 from specgw.channel import open_channel
 from specgw.config import EngineArgs, parse_config
-from specgw.supervisor import embedded_services
+from specgw.supervisor import Child, embedded_services
 from specgw.types import GenerateRequest, SamplingParams
 from specgw.v1 import verifier_pb2_grpc
 
@@ -68,6 +72,11 @@ def main() -> None:
     show_default=True,
     help="Blocks drafted ahead for each session; 0 for no run-ahead.",
 )
+@click.option(
+    "--wait",
+    is_flag=True,
+    help="Waits for every block, however late: the same work on any machine.",
+)
 @click.option("--seconds", default=6.0, show_default=True, help="For each number of sessions.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Writes figures here.")
 def rounds(
@@ -79,6 +88,7 @@ def rounds(
     draft_tokens: int,
     runner_up_rates: Sequence[float],
     branches: Sequence[int],
+    wait: bool,
     seconds: float,
     json_file: Path | None,
 ) -> None:
@@ -101,7 +111,9 @@ def rounds(
     )
     figures = []
     for count in branches:
-        for row in asyncio.run(_measure_rounds(sessions, simulation, draft_tokens, count, seconds)):
+        for row in asyncio.run(
+            _measure_rounds(sessions, simulation, draft_tokens, count, wait, seconds)
+        ):
             ideal = row["sessions"] * per_round / max(verify_ms, draft_ms) * 1e3
             in_turn = row["sessions"] * per_round / (verify_ms + draft_ms) * 1e3
             row |= {
@@ -116,6 +128,9 @@ def rounds(
                 + ", ".join(f"{name} {row[f'{name}_ms']:.2f} ms" for name in names),
                 flush=True,
             )
+            for name, value in row.items():
+                if name.startswith(("processor", "health")):
+                    print(f"{'':>8}{name:<40}{value:>8.2f} ms")
     if json_file is not None:
         json_file.write_text(json.dumps(figures, indent=2), encoding="utf-8")
 
@@ -125,6 +140,7 @@ async def _measure_rounds(
     simulation: Mapping[str, Any],
     draft_tokens: int,
     branches: int,
+    wait: bool,
     seconds: float,
 ) -> list[dict[str, float]]:
     metrics = {name: f"127.0.0.1:{free_port()}" for name in ("verifier", "proposer")}
@@ -135,7 +151,10 @@ async def _measure_rounds(
         "speculative_config": {"model": "tiny/draft", "num_speculative_tokens": draft_tokens},
         "specgw": {
             "simulation": simulation,
-            "verifier": {"metrics_listen": metrics["verifier"]},
+            "verifier": {
+                "metrics_listen": metrics["verifier"],
+                "wait_for_slow_drafts": wait,
+            },
             "proposer": {
                 "metrics_listen": metrics["proposer"],
                 "max_sessions": max(sessions),
@@ -147,36 +166,59 @@ async def _measure_rounds(
         },
     })  # fmt: skip
     async with (
-        embedded_services(args) as (verifier, *_),
-        open_channel(verifier.spec.address) as channel,
+        embedded_services(args) as services,
+        open_channel(services[0].spec.address) as channel,
         httpx.AsyncClient(timeout=60, trust_env=False) as client,
     ):
-        stub = verifier_pb2_grpc.VerifierServiceStub(channel)
+        address = services[0].spec.address
+        stream = VerifierStream(verifier_pb2_grpc.VerifierServiceStub(channel), address)
         figures = []
         for count in sessions:
-            calls = [asyncio.create_task(_generate_for_ever(stub, n)) for n in range(count)]
+            calls = [asyncio.create_task(_generate_for_ever(stream, n)) for n in range(count)]
             await asyncio.sleep(seconds / 3)  # prefills, and what is learned of the other side
-            before, began = await _counters(client, metrics), time.perf_counter()
-            await asyncio.sleep(seconds)
-            after, took = await _counters(client, metrics), time.perf_counter() - began
+            before = await _counters(client, metrics) | _processor_ms(services)
+            began = time.perf_counter()
+            health = await _probe_health(address, seconds)
+            after = await _counters(client, metrics) | _processor_ms(services)
+            took = time.perf_counter() - began
             for call in calls:
                 call.cancel()
             await asyncio.wait(calls)
             gone = defaultdict(float, {name: n - before[name] for name, n in after.items()})
             row = {"branches": float(branches), "sessions": float(count)}
-            figures.append({**row, **_round_figures(gone, took)})
+            figures.append({**row, **_round_figures(gone, took), **health})
+        await stream.close()
         return figures
 
 
-async def _generate_for_ever(
-    stub: "verifier_pb2_grpc.VerifierServiceAsyncStub", number: int
-) -> None:
+async def _probe_health(address: str, seconds: float) -> dict[str, float]:
+    """Returns how long health probes take during so many seconds."""
+    command = (sys.executable, "-m", "benchmarks.health_probe", address, str(seconds))
+    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    output, _ = await process.communicate()
+    figures = json.loads(output)
+    return {
+        f"health probe {name.removesuffix('_ms')}": figures[name]
+        for name in ("median_ms", "p99_ms")
+    }
+
+
+def _processor_ms(services: Sequence[Child]) -> dict[str, float]:
+    """Returns what each thread of the services has used so far."""
+    return {
+        f"processor {service.spec.name} {thread}": 1e3 * seconds
+        for service in services
+        for thread, seconds in thread_seconds(service.pid).items()
+    }
+
+
+async def _generate_for_ever(stream: VerifierStream, number: int) -> None:
     """Runs one request after the other until cancelled."""
     params = SamplingParams(temperature=0, max_tokens=900, ignore_eos=True)
     prompt = [(number * 7 + i) % _VOCAB for i in range(_PROMPT_TOKENS)]
     while True:
         request = GenerateRequest(f"session-{number}", prompt, params)
-        async for _ in stub.Generate(wire.generate_request_to_pb(request), timeout=600):
+        async for _ in stream.generate(request, time.monotonic() + 600):
             pass
         prompt[0] = (prompt[0] + 1) % _VOCAB
 
@@ -212,6 +254,11 @@ def _round_figures(gone: Mapping[str, float], seconds: float) -> dict[str, float
         "sample_ms": mean_ms("sample"),
         "answer_ms": mean_ms("draft_answer"),
         "draft_ms": mean_ms("draft_work"),
+        **{
+            f"{name}, a step": value / gone["steps_total"]
+            for name, value in gone.items()
+            if name.startswith("processor")
+        },
     }
 
 

@@ -1,23 +1,23 @@
 """Runs a model on ragged batches of sequences over the block cache.
 
-Where tokens become logits. Knows nothing of requests, sampling or speculation; the schedulers of
+Where tokens become logits. Knows nothing of requests or speculation; the schedulers of
 the verifier and the proposer call `forward`, one at a time, from one thread.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from specgw.engine.attention import Batch, BatchAttention, CausalMasks, SequenceRows
 from specgw.engine.kv_cache import KVCache, SequenceCache
+from specgw.engine.sampling import argmax
 from specgw.hidden import LAST, HiddenFormat
 from specgw.types import ModelDescription
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceChunk:
+class SequenceChunk(NamedTuple):
     """One sequence's part of a batch: a chunk of its prompt, or rows to decode or verify."""
 
     cache: SequenceCache
@@ -46,7 +46,7 @@ class ModelRunner:
         self.hidden: HiddenFormat | None = None  # hidden states that it can give
         if hidden_size is not None:
             self.hidden = HiddenFormat((LAST,), hidden_size, description.dtype)
-        self._model = model
+        self.model = model
         self._masks = CausalMasks(kv_cache.layers[0].dtype, self.device)
 
     @torch.inference_mode()
@@ -77,14 +77,22 @@ class ModelRunner:
         logits = self._forward(chunks, hidden)
         return logits, hidden[0]
 
+    def argmax(self, logits: Tensor) -> Tensor:
+        """Returns the first index of the largest of each row's logits, int64 [num_rows]."""
+        return argmax(logits)
+
     def _forward(self, chunks: Sequence[SequenceChunk], hidden: list[Tensor] | None) -> Tensor:
         lengths = [(chunk.cache, chunk.cache.length + len(chunk.token_ids)) for chunk in chunks]
         assert max(length for _, length in lengths) <= self.max_model_len, "a sequence is too long"
         self.kv_cache.reserve(lengths)
-        logits = self._model(self._batch(chunks, hidden))
+        logits = self._run(chunks, hidden)
         for cache, length in lengths:
             cache.length = length
         return logits
+
+    def _run(self, chunks: Sequence[SequenceChunk], hidden: list[Tensor] | None) -> Tensor:
+        """Computes the logits of chunks whose rows are reserved. Their lengths are set later."""
+        return self.model(self._batch(chunks, hidden))
 
     def _batch(self, chunks: Sequence[SequenceChunk], hidden: list[Tensor] | None) -> Batch:
         token_ids: list[int] = []
