@@ -15,7 +15,6 @@ from typing import Any
 import click
 
 from proposer_svc.proposer import build_proposer
-from proposer_svc.run_ahead import RunAheadCounts
 from specgw.config import EngineArgs, parse_config
 from specgw.engine.loading import load_model, target_options
 from specgw.engine.simulation import SimulatedRunner
@@ -135,6 +134,7 @@ class Figures:
     """What came of some time of rounds."""
 
     tokens_per_s: float
+    round_s: float  # of a session
     hit_rate: float  # of rounds
     wasted: float  # of the tokens drafted ahead
     tokens_per_round: float
@@ -178,19 +178,14 @@ def measure(args: EngineArgs, sessions: int, rtt_s: float, seconds: float) -> Fi
     after, gone_s = scheduler.snapshot, timer.now() - began
     rounds = after.speculation.draft_count - before.speculation.draft_count
     tokens = after.output_token_count - before.output_token_count
-    return _figures(tokens / gone_s, tokens, rounds, ahead, proposer.core.ahead)
-
-
-def _figures(
-    tokens_per_s: float, tokens: int, rounds: int, before: RunAheadCounts, after: RunAheadCounts
-) -> Figures:
-    drafted = after.token_count - before.token_count
-    used = after.used_token_count - before.used_token_count
+    drafted = proposer.core.ahead.token_count - ahead.token_count
+    used = proposer.core.ahead.used_token_count - ahead.used_token_count
     return Figures(
-        tokens_per_s,
-        (after.hit_count - before.hit_count) / max(1, rounds),
-        1 - used / drafted if drafted else 0.0,
-        tokens / max(1, rounds),
+        tokens_per_s=tokens / gone_s,
+        round_s=sessions * gone_s / max(1, rounds),
+        hit_rate=(proposer.core.ahead.hit_count - ahead.hit_count) / max(1, rounds),
+        wasted=1 - used / drafted if drafted else 0.0,
+        tokens_per_round=tokens / max(1, rounds),
     )
 
 
@@ -226,14 +221,15 @@ def main(
     per_round = sum(acceptance**i for i in range(draft_tokens + 1))
     ideal = per_round / max(verify_ms, draft_tokens * draft_step_ms + rtt_ms) * 1e3
     print(f"SIMULATION in virtual time: {simulation}, RTT {rtt_ms} ms, K={draft_tokens}")
-    print("branches sessions  of ideal  tokens/round  hits  wasted")
+    print("branches sessions  of ideal  round ms  tokens/round  hits  wasted")
     for max_branches in branches:
         for count in sessions:
             args = _args(simulation, count, max_branches, draft_tokens)
             found = measure(args, count, rtt_ms / 1e3, seconds)
             print(
                 f"{max_branches:>8}{count:>9}{found.tokens_per_s / count / ideal:>10.3f}"
-                f"{found.tokens_per_round:>14.2f}{found.hit_rate:>6.2f}{found.wasted:>8.2f}",
+                f"{1e3 * found.round_s:>10.2f}{found.tokens_per_round:>14.2f}"
+                f"{found.hit_rate:>6.2f}{found.wasted:>8.2f}",
                 flush=True,
             )
 
