@@ -227,14 +227,14 @@ def test_branches_go_on_beside_the_blocks_of_others() -> None:
 # What is drafted.
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(
     st.sampled_from(["greedy", "coupled", "probabilistic"]),
     st.booleans(),
     st.integers(1, 30),
     st.lists(
         st.tuples(st.integers(0, 9), st.integers(0, 8), st.integers(0, 4), st.integers(1, 8)),
-        max_size=12,
+        max_size=8,
     ),
 )
 def test_blocks_and_laws_are_those_of_a_proposer_that_never_runs_ahead(
