@@ -1,6 +1,7 @@
 """Runs the gateway: one event loop, one HTTP server, one gRPC server if asked for."""
 
 import asyncio
+import gc
 import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -21,6 +22,7 @@ from gateway.routing import Router
 from gateway.sampling_defaults import load_sampling_defaults
 from gateway.service import SERVICE_NAME, GatewayService
 from gateway.tokenizer import Tokenizer, load_tokenizer
+from specgw import event_loop
 from specgw.config import EngineArgs, load_config
 from specgw.errors import ConfigError
 from specgw.exit_codes import exit_on_config_error
@@ -57,6 +59,9 @@ async def run(
         ConfigError: if an address cannot be listened on.
     """
     async with serving(args, verifiers, tokenizer, patience_s):
+        # What is loaded by now stays: a collection that looked at it would delay every stream.
+        gc.collect()
+        gc.freeze()
         reason = await drain_requested()
         logger.info("draining", extra={"reason": reason})
 
@@ -160,7 +165,7 @@ def main(file: Path | None) -> None:
         verifiers = args.specgw.gateway.verifiers
         if not verifiers:
             raise ConfigError(["specgw.gateway.verifiers: must name at least one address"])
-        asyncio.run(run(args, verifiers, load_tokenizer(args.tokenizer_path)))
+        event_loop.run(run(args, verifiers, load_tokenizer(args.tokenizer_path)))
 
 
 if __name__ == "__main__":

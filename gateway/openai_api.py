@@ -19,6 +19,7 @@ from starlette.routing import Route
 from gateway.agreement import count_agreed
 from gateway.api_keys import ApiKeyGuard, caller_of
 from gateway.concurrency import ended_by, run_together
+from gateway.event_json import to_json
 from gateway.event_stream import EventSender, EventStream, run_until_disconnect
 from gateway.generation import TextGenerator
 from gateway.json_body import BodyModel, read_json, validate
@@ -312,27 +313,24 @@ class OpenAIApi:
         caller: int | None,
     ) -> None:
         """Sends all answers, their chunks mixed. An error after the first chunk is the last one."""
+        with_usage = body.continuous_usage
 
         async def stream(answer: Answer, generation: GenerateRequest) -> None:
             async with aclosing(self._generator.generate(generation, deadline, caller)) as outputs:
                 async for output in outputs:
-                    opening = form.opening(answer) if answer.last is None else None
-                    sent = answer.add(output)
-                    chunk = form.chunk(answer, sent, with_usage=body.continuous_usage)
-                    for event in filter(None, (opening, chunk)):
-                        await events.send(event)
+                    await events.send(*form.events(answer, output, with_usage=with_usage))
 
         at_once = self._generator.max_at_once
         try:
             async with ended_by(deadline):
                 await run_together(stream, answers, generations, at_once=at_once)
                 if body.include_usage:
-                    await events.send(form.usage_chunk(answers, await _agreed(answers)))
+                    await events.send(to_json(form.usage_chunk(answers, await _agreed(answers))))
                 await events.end()
         except SpecgwError as error:
             if not events.has_begun:
                 raise
-            await events.fail(error_body(error))
+            await events.fail(to_json(error_body(error)))
 
 
 async def _agreed(answers: Sequence[Answer]) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from specgw import __version__
+from specgw import __version__, event_loop
 from specgw.check import Report, check_online
 from specgw.check import check as check_config
 from specgw.check_report import as_json, as_text
@@ -103,7 +103,7 @@ def serve(model: str | None, file: Path | None, **flags: Any) -> None:
         if report.problems or report.args is None:
             raise ConfigError(report.problems)
         click.echo(as_text(report), err=True)
-        asyncio.run(_serve(report.args))
+        event_loop.run(_serve(report.args))
 
 
 @main.command(cls=_VllmCommand)
