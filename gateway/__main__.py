@@ -21,7 +21,7 @@ from gateway.request_builder import RequestBuilder
 from gateway.routing import Router
 from gateway.sampling_defaults import load_sampling_defaults
 from gateway.service import SERVICE_NAME, GatewayService
-from gateway.tokenizer import Tokenizer, load_tokenizer
+from gateway.tokenizer import Tokenizer, forgo_torch, load_tokenizer
 from specgw import event_loop
 from specgw.config import EngineArgs, load_config
 from specgw.errors import ConfigError
@@ -160,6 +160,7 @@ async def _report_health(router: Router, server: ServiceServer | None) -> None:
 def main(file: Path | None) -> None:
     """Runs a gateway for the verifiers in `specgw.gateway.verifiers`."""
     configure_logging()
+    forgo_torch()
     with exit_on_config_error():
         args = load_config(file)
         verifiers = args.specgw.gateway.verifiers

@@ -180,9 +180,10 @@ def _print_report(report: Report, is_json: bool) -> None:
 
 async def _serve(args: EngineArgs) -> None:
     from gateway.__main__ import run
-    from gateway.tokenizer import load_tokenizer
+    from gateway.tokenizer import forgo_torch, load_tokenizer
     from specgw.supervisor import embedded_services
 
+    forgo_torch()
     # While the services load their models.
     loading = asyncio.create_task(asyncio.to_thread(load_tokenizer, args.tokenizer_path))
     if args.specgw.gateway.verifiers:
