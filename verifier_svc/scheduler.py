@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from specgw.budget import decode_rows
 from specgw.engine.kv_cache import OutOfBlocks
 from specgw.errors import Overloaded, SpecgwError
-from specgw.types import GenerateOutput, ProposerStatus, SpeculationStats
+from specgw.types import GenerateOutput, ProposerStatus, Round, SpeculationStats
 from verifier_svc.draft_length import profile_steps
 from verifier_svc.drafting import Drafting, moving_average
 from verifier_svc.inbox import Blocks, Cancel, Event, Inbox, LinkDown, LinkUp, Stop, Submit
@@ -378,14 +378,14 @@ class Scheduler:
     def _commit_session(self, session: Session, rows: VerifyRows, result: Verified) -> None:
         kept, finish_reason, stop_token_id = session.append(result.output_token_ids)
         session.publish_rows()
-        self._count(session, rows, min(result.num_accepted, len(kept)))
+        round = self._count(session, rows, min(result.num_accepted, len(kept)))
         self._output_token_count += len(kept)
         output = GenerateOutput(
             token_ids=kept,
             finish_reason=finish_reason,
             stop_token_id=stop_token_id,
             seed=None if session.has_started else session.seed,
-            speculation=session.speculation.copy(),
+            round=round,
             logprobs=tuple(result.logprobs[: len(kept)]),
             prompt_logprobs=() if session.has_started else tuple(session.prompt_logprobs),
             cached_token_count=None if session.has_started else session.num_reused,
@@ -395,20 +395,21 @@ class Scheduler:
         if finish_reason is None:
             self._drafting.ask(session, self._clock())
             return
-        if session.speculation.is_synthetic:
+        if session.is_synthetic:
             logger.warning("output is synthetic", extra={"request_id": session.request.request_id})
         self._end(session)
 
-    def _count(self, session: Session, rows: VerifyRows, num_accepted: int) -> None:
-        if rows.draft_token_ids:
-            self._drafting.count_round(session, len(rows.draft_token_ids), num_accepted)
+    def _count(self, session: Session, rows: VerifyRows, num_accepted: int) -> Round:
+        num_drafted = len(rows.draft_token_ids)
+        if num_drafted:
+            self._drafting.count_round(session, num_drafted, num_accepted)
             self._drafts_by_source[session.draft.source] += 1
-        for stats in (session.speculation, self._speculation):
-            if rows.draft_token_ids:
-                stats.count_round(len(rows.draft_token_ids), num_accepted)
-                stats.is_synthetic = self._verifier.is_synthetic
-            elif session.has_started:
-                stats.count_undrafted(session.draft.reason)
+            round = Round(num_drafted, num_accepted, is_synthetic=self._verifier.is_synthetic)
+            session.is_synthetic |= round.is_synthetic
+        else:
+            round = Round(undrafted=session.draft.reason if session.has_started else None)
+        self._speculation.count(round)
+        return round
 
     def _end(self, session: Session) -> None:
         """Frees everything a session holds, here and on its proposer."""

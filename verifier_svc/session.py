@@ -12,7 +12,6 @@ from specgw.types import (
     DraftSampling,
     FinishReason,
     GenerateRequest,
-    SpeculationStats,
     TokenLogprobs,
     TokenProbs,
     UndraftedReason,
@@ -81,9 +80,9 @@ class Session:
     draft: DraftState = field(default_factory=DraftState)
     history: SessionHistory = field(default_factory=SessionHistory)
     local_history: SessionHistory = field(default_factory=SessionHistory)
-    speculation: SpeculationStats = field(default_factory=SpeculationStats)
     num_reused: int | None = None  # rows it began with; none before, and without a prefix cache
     has_started: bool = False
+    is_synthetic: bool = False  # whether drafts were tested by given rates
 
     @property
     def remaining_tokens(self) -> int:

@@ -25,6 +25,7 @@ from specgw.types import (
     ModelDescription,
     OpenSession,
     ProposerStatus,
+    Round,
     ProposeStep,
     SamplingParams,
     SpeculationStats,
@@ -193,7 +194,7 @@ generate_outputs = st.builds(
     finish_reason=st.none() | st.sampled_from(FinishReason),
     stop_token_id=st.none() | int32s,
     seed=st.none() | int64s,
-    speculation=st.none() | stats,
+    round=st.just(Round()),  # on the wire there are totals
     logprobs=logprobs(),
     prompt_logprobs=logprobs(),
     cached_token_count=st.none() | counts,
