@@ -17,8 +17,8 @@ from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
-_BLOCK = 64  # output columns that lie together in packed weights
-_MAX_GROUP, _MAX_HEAD_DIM = 16, 256
+_BLOCK = 48  # output columns that lie together in packed weights
+_MAX_HEAD_DIM = 256
 _MULTIPLE = 32  # of which a head's size must be a multiple
 
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
@@ -29,7 +29,7 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "specgw_rms_norm": (*[_POINTER] * 3, *[_INT] * 2, _FLOAT),
     "specgw_silu_mul": (*[_POINTER] * 2, *[_INT] * 2),
     "specgw_rotate": (*[_POINTER] * 3, *[_INT] * 4),
-    "specgw_attend": (*[_POINTER] * 8, *[_INT] * 5, _FLOAT),
+    "specgw_attend": (*[_POINTER] * 7, *[_INT] * 5, _FLOAT),
 }
 
 
@@ -63,9 +63,9 @@ def is_usable(tensor: Tensor) -> bool:
     return bool(_operators) and tensor.dtype == torch.bfloat16 and tensor.device.type == "cpu"
 
 
-def can_attend(group: int, head_dim: int) -> bool:
-    """Whether `attend` and `rotate_` know heads of this size, of which a key head has `group`."""
-    return group <= _MAX_GROUP and head_dim <= _MAX_HEAD_DIM and head_dim % _MULTIPLE == 0
+def can_attend(head_dim: int) -> bool:
+    """Whether `attend` and `rotate_` know heads of this size."""
+    return head_dim <= _MAX_HEAD_DIM and head_dim % _MULTIPLE == 0
 
 
 def pack(weight: Tensor) -> Tensor:
@@ -212,30 +212,30 @@ def rotate_(
 
 
 def attend(
-    query: Tensor,  # [all rows, num_heads, head_dim], rows may be apart
+    query: Tensor,  # [num_rows, num_heads, head_dim], rows may be apart
     pool: Tensor,  # [num_slots, 2 * num_kv_heads, head_dim]
     blocks: Tensor,  # block tables of all sequences, int64
-    rows: Tensor,  # [4, num_rows], int64: which row, its table's start, first and last row it sees
-    output: Tensor,  # [all rows, num_heads * head_dim]
+    rows: Tensor,  # [3, num_rows], int64: where a row's table starts, first and last row it sees
     scale: float,
-) -> None:
-    """Writes the attention of some rows into the output, each independent of the others."""
-    _, num_heads, head_dim = query.shape
+) -> Tensor:  # [num_rows, num_heads * head_dim]
+    """Returns the attention of the rows, each independent of the others."""
+    num_rows, num_heads, head_dim = query.shape
     kv_heads = pool.shape[1] // 2
-    which, tables, firsts, lasts = (part.data_ptr() for part in rows.unbind())
+    tables, firsts, lasts = (part.data_ptr() for part in rows.unbind())
+    output = query.new_empty(num_rows, num_heads * head_dim)
     _operators["specgw_attend"](
         query.data_ptr(),
         pool.data_ptr(),
         blocks.data_ptr(),
-        which,
         tables,
         firsts,
         lasts,
         output.data_ptr(),
-        rows.shape[1],
+        num_rows,
         kv_heads,
         num_heads // kv_heads,
         head_dim,
         query.stride(0),
         scale,
     )
+    return output

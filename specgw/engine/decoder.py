@@ -152,9 +152,7 @@ class _Rotation:
     def __init__(self, table: Tensor, positions: Tensor) -> None:
         self._table = table
         self._positions = positions
-        self._is_compiled = cpu_kernels.is_usable(table) and cpu_kernels.can_attend(
-            1, table.shape[-1]
-        )
+        self._is_compiled = cpu_kernels.is_usable(table) and cpu_kernels.can_attend(table.shape[-1])
         if not self._is_compiled:
             self._cos, self._sin = table.index_select(0, positions).unbind(1)
 
