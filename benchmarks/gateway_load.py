@@ -151,18 +151,23 @@ def throughput(stack: Stack, streams: int, seconds: float) -> Iterator[Figures]:
 def latency(stack: Stack, streams: int, seconds: float, period_s: float) -> Iterator[Figures]:
     """Compares when a token comes with when the verifier handed out that step's first one."""
     came: list[float] = []
-    with _clock(stack, 1, seconds + _PATIENCE_S / 2) as clock, StreamClient(stack.port) as client:
+    with _clock(stack, 1) as stop_clock, StreamClient(stack.port) as client:
         load = Load(client, streams)
         load.start()
         client.on_events = lambda count, at: came.extend([at] * count)
-        began = time.time()
+        began, busy = time.time(), process_seconds(stack.pid)
         load.keep_up(seconds)
-        rate = len(came) / (time.time() - began)
-        steps = clock()
-    yield {"tokens/s": rate, **_added("through the gateway", came, steps, period_s)}
-    with _clock(stack, 1, seconds) as clock, _clock(stack, streams, seconds) as direct:
-        came, steps = direct(), clock()
-    yield _added("without it, gRPC", came, steps, period_s)
+        took, busy = time.time() - began, process_seconds(stack.pid) - busy
+        steps = stop_clock()
+    yield {
+        "tokens/s": len(came) / took,
+        "tokens per processor second of the gateway": len(came) / busy,
+        **_added("through the gateway", came, steps, period_s),
+    }
+    with _clock(stack, 1) as stop_clock, _clock(stack, streams) as stop_clients:
+        time.sleep(seconds)
+        came, steps = stop_clients(), stop_clock()
+    yield _added("without it, over gRPC", came, steps, period_s)
 
 
 def _added(what: str, came: Sequence[float], steps: list[float], period_s: float) -> Figures:
@@ -181,19 +186,22 @@ def _added(what: str, came: Sequence[float], steps: list[float], period_s: float
 
 
 @contextmanager
-def _clock(stack: Stack, streams: int, seconds: float) -> Iterator[Callable[[], list[float]]]:
-    """Runs clients of the verifier itself; yields what returns the times of their tokens."""
-    command = [sys.executable, "-m", "benchmarks.step_clock", stack.verifier]
-    process = subprocess.Popen(
-        [*command, str(streams), str(seconds)], stdout=subprocess.PIPE, text=True
-    )
+def _clock(stack: Stack, streams: int) -> Iterator[Callable[[], list[float]]]:
+    """Runs clients of the verifier itself; yields what ends them and tells when tokens came."""
+    command = [sys.executable, "-m", "benchmarks.step_clock", stack.verifier, str(streams)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     stdout = process.stdout
+
+    def stop() -> list[float]:
+        process.terminate()
+        return [float(at) for at in json.loads(stdout.readline())]
+
     try:
         stdout.readline()
-        yield lambda: [float(at) for at in json.loads(stdout.readline())]
+        yield stop
     finally:
-        process.terminate()
+        process.kill()
         process.communicate()
 
 

@@ -1,14 +1,15 @@
 """Clients of a verifier itself, in a process of their own: when do its tokens come?
 
-    python -m benchmarks.step_clock unix:/tmp/verifier.sock 1 10
+    python -m benchmarks.step_clock unix:/tmp/verifier.sock 1
 
 One stream tells when each step's tokens were handed out; many tell what clients without a gateway
-would see. Prints `started` with the first token, and at the end the `time.time()` of each, as JSON.
+would see. Prints `started` when each stream has had a token, and on SIGTERM the `time.time()` of
+each token since, as JSON.
 """
 
 import asyncio
-import contextlib
 import json
+import signal
 import time
 
 import click
@@ -16,34 +17,48 @@ import click
 from specgw import wire
 from specgw.channel import open_channel
 from specgw.types import GenerateRequest, SamplingParams
-from specgw.v1 import verifier_pb2_grpc
+from specgw.v1 import verifier_pb2, verifier_pb2_grpc
+
+_TIMEOUT_S = 300.0
 
 
 @click.command()
 @click.argument("address")
 @click.argument("streams", type=int)
-@click.argument("seconds", type=float)
-def main(address: str, streams: int, seconds: float) -> None:
-    """Reads tokens of the verifier at ADDRESS for some seconds."""
+def main(address: str, streams: int) -> None:
+    """Reads tokens of the verifier at ADDRESS until SIGTERM."""
+    print(json.dumps(asyncio.run(_follow(address, streams))))
+
+
+async def _follow(address: str, streams: int) -> list[float]:
+    ended = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
     times: list[float] = []
-    with contextlib.suppress(TimeoutError):
-        asyncio.run(_follow(address, streams, seconds, times))
-    print(json.dumps(times))
-
-
-async def _follow(address: str, streams: int, seconds: float, times: list[float]) -> None:
-    params = SamplingParams(temperature=0, max_tokens=900, ignore_eos=True)
-    async with open_channel(address) as channel, asyncio.timeout(seconds):
+    waiting = set(range(streams))
+    async with open_channel(address) as channel:
         stub = verifier_pb2_grpc.VerifierServiceStub(channel)
 
         async def read(number: int) -> None:
-            request = GenerateRequest(f"direct-{number}", [1 + number % 1000, 2, 3], params)
-            async for _ in stub.Generate(wire.generate_request_to_pb(request), timeout=seconds):
+            async for _ in stub.Generate(_request(number), timeout=_TIMEOUT_S):
                 times.append(time.time())
-                if len(times) == 1:
-                    print("started", flush=True)
+                if number in waiting:
+                    waiting.remove(number)
+                    if not waiting:
+                        times.clear()
+                        print("started", flush=True)
 
-        await asyncio.gather(*(read(number) for number in range(streams)))
+        tasks = [asyncio.create_task(read(number)) for number in range(streams)]
+        await ended.wait()
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+    return times
+
+
+def _request(number: int) -> verifier_pb2.GenerateRequest:
+    params = SamplingParams(temperature=0, max_tokens=900, ignore_eos=True)
+    prompt = [1 + number % 1000, 2, 3]
+    return wire.generate_request_to_pb(GenerateRequest(f"direct-{number}", prompt, params))
 
 
 if __name__ == "__main__":

@@ -59,11 +59,20 @@ async def run(
         ConfigError: if an address cannot be listened on.
     """
     async with serving(args, verifiers, tokenizer, patience_s):
-        # What is loaded by now stays: a collection that looked at it would delay every stream.
-        gc.collect()
-        gc.freeze()
+        _spare_streams_from_collections()
         reason = await drain_requested()
         logger.info("draining", extra={"reason": reason})
+
+
+def _spare_streams_from_collections() -> None:
+    """Has Python look for garbage less often, and never in what is loaded by now.
+
+    With 256 streams open, each full collection holds all of them up for 20 ms. A request leaves
+    about a hundred objects in cycles behind: some ten megabytes before the next one.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 10, 5)
 
 
 @asynccontextmanager

@@ -103,7 +103,7 @@ class Verifier:
             on_change()
             await asyncio.sleep(backoff.next_s())
 
-    async def generate(
+    def generate(
         self, request: GenerateRequest, deadline: float
     ) -> AsyncGenerator[GenerateOutput, None]:
         """Runs one attempt at a request. Leaving the iteration early cancels the call.
@@ -113,9 +113,7 @@ class Verifier:
         """
         is_new = self.info is not None and self.info.generates_many
         run = self._stream.generate if is_new else self._generate_alone
-        async with aclosing(run(request, deadline)) as outputs:
-            async for output in outputs:
-                yield output
+        return run(request, deadline)
 
     async def _generate_alone(
         self, request: GenerateRequest, deadline: float
