@@ -33,6 +33,8 @@ _START_S = 60.0
 _PATIENCE_S = 60.0  # for anything that takes a second on a machine that is not busy
 _SAMPLE_S = 0.2
 _MIB = 2**20
+_MANY_TOKENS = 24  # each, in the phase with many streams
+_MANY_VERIFY_MS = 250.0  # so that they are open together for some seconds
 
 
 @dataclass(frozen=True)
@@ -269,16 +271,21 @@ async def measure(
     phase: str, streams: int, many_streams: int, rounds: int, seconds: float, period_ms: float
 ) -> AsyncIterator[Figures]:
     """Runs one phase; yields figures as they are known."""
-    sessions, verify_ms, work = {
+    phases: dict[str, tuple[int, float, Callable[[Stack], Iterator[Figures]]]] = {
         "throughput": (streams, 1.0, lambda stack: throughput(stack, streams, seconds)),
         "latency": (
             streams + 1,
             period_ms,
             lambda stack: latency(stack, streams, seconds, period_ms / 1e3),
         ),
-        "many": (many_streams, 250.0, lambda stack: many(stack, many_streams, 24, rounds)),
+        "many": (
+            many_streams,
+            _MANY_VERIFY_MS,
+            lambda stack: many(stack, many_streams, _MANY_TOKENS, rounds),
+        ),
         "idle": (1, 1.0, lambda stack: idle(stack, seconds)),
-    }[phase]
+    }
+    sessions, verify_ms, work = phases[phase]
     async with served(sessions, verify_ms) as stack:
         figures = work(stack)
         while (one := await asyncio.to_thread(next, figures, None)) is not None:

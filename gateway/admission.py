@@ -22,6 +22,7 @@ class _Call:
     """What the requests of one client's call have in common."""
 
     has_started: bool = False  # some of them had their turn: the others are not refused any more
+    has_output: bool = False  # of some of them
 
 
 @dataclass(slots=True, eq=False)
@@ -40,16 +41,26 @@ class _Waiting:
 class Slot:
     """An admitted request's room, and its claim on a verifier while it has one."""
 
-    def __init__(self, admission: "Admission", demand: Demand, claim: Claim) -> None:
+    def __init__(self, admission: "Admission", demand: Demand, claim: Claim, call: _Call) -> None:
         self._admission = admission
         self._demand = demand
         self._claim: Claim | None = claim
+        self._call = call
 
     @property
     def claim(self) -> Claim:
         """What is claimed where. There is none between `leave` and `move`."""
         assert self._claim is not None
         return self._claim
+
+    @property
+    def may_be_refused(self) -> bool:
+        """Whether the client has seen nothing yet, of this request or others of its call."""
+        return not self._call.has_output
+
+    def begin(self) -> None:
+        """Notes that there is output."""
+        self._call.has_output = True
 
     def leave(self) -> None:
         """Gives the claim back, if there is one: the verifier is lost, or the request is over."""
@@ -106,7 +117,7 @@ class Place:
             self.leave()
             raise
         self._waiting = None
-        slot = Slot(self._admission, self._demand, claim)
+        slot = Slot(self._admission, self._demand, claim, self._call)
         try:
             yield slot
         finally:

@@ -303,7 +303,7 @@ class Router:
 
         Raises:
             NotReady: if no verifier is serving, or none comes back in time.
-            Overloaded: if the verifier refuses a request that has no output yet.
+            Overloaded: if the verifier refuses a request of a call that has no output yet.
             DeadlineExceeded: if the time is up.
         """
         delivered = list(request.output_token_ids)
@@ -314,6 +314,8 @@ class Router:
             try:
                 async with aclosing(verifier.generate(attempt, deadline)) as outputs:
                     async for output in outputs:
+                        if not delivered:
+                            slot.begin()
                         delivered += output.token_ids
                         backoff = _Backoff()
                         yield output
@@ -321,7 +323,7 @@ class Router:
                             return
                 raise NotReady(f"verifier {verifier.address} ended the stream without a finish")
             except (NotReady, Cancelled, Overloaded) as error:
-                if isinstance(error, Overloaded) and not delivered:
+                if isinstance(error, Overloaded) and slot.may_be_refused:
                     raise
                 slot.leave()
                 logger.warning(

@@ -1236,6 +1236,12 @@ class TestLoad:
         assert body["usage"]["completion_tokens"] == 6
 
 
+def exposed(gateway: Gateway, ending: str) -> str:
+    """Returns the gateway's metrics that end so."""
+    lines = gateway.metrics.exposition().decode().splitlines()
+    return "\n".join(line for line in lines if line.endswith(ending))
+
+
 async def until(is_true: Callable[[], bool]) -> None:
     """Lets the loop run until something holds that no event tells of."""
     async with asyncio.timeout(5):
@@ -1365,7 +1371,7 @@ class TestFailures:
                 await gateway.router.ready()
                 body = {**COMPLETION, "stream": stream}
                 running = asyncio.create_task(client.post("/v1/completions", json=body))
-                await verifier.opened()
+                await until(lambda: "generation_tokens_total" in exposed(gateway, " 6.0"))
             answer = await running
             refused = await client.post("/v1/completions", json=COMPLETION)
             health = await client.get("/health")

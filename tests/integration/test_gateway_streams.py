@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from gateway.ledger import Demand
+from specgw.errors import Overloaded
 from tests.running_gateway import COMPLETION, MakeVerifier, RunGateway, events, http, ready
 
 SAMPLES = {**COMPLETION, "temperature": 1, "stream": True}
@@ -71,6 +72,37 @@ class TestSamples:
 
         assert answer.status_code == 429
         assert verifier.requests == []
+
+    async def test_a_sample_that_the_verifier_refuses_waits_for_room_if_another_has_begun(
+        self, make_verifier: MakeVerifier, run_gateway: RunGateway
+    ) -> None:
+        verifier = make_verifier(hold_at=3)
+        async with (
+            ready(run_gateway, [verifier], settings={"max_concurrent_requests": 1}) as gateway,
+            http(gateway) as client,
+        ):
+            body = {**COMPLETION, "prompt": [[1], [2]], "stream": True}
+            async with client.stream("POST", "/v1/completions", json=body) as answer:
+                chunks = events(answer)
+                await anext(chunks)
+                verifier.refusals[2,] = Overloaded("another gateway was faster")
+                verifier.released.set()
+                ends = [chunk["choices"][0]["finish_reason"] async for chunk in chunks]
+
+        assert verifier.refusals == {}
+        assert ends.count("length") == 2
+
+    async def test_an_answer_that_has_not_begun_is_refused_as_the_verifier_says(
+        self, make_verifier: MakeVerifier, run_gateway: RunGateway
+    ) -> None:
+        verifier = make_verifier(hold_at=0)
+        verifier.refusals[2,] = Overloaded("another gateway was faster")
+        async with ready(run_gateway, [verifier]) as gateway, http(gateway) as client:
+            body = {**COMPLETION, "prompt": [[1], [2]], "stream": True}
+            answer = await client.post("/v1/completions", json=body)
+            await verifier.cancelled()
+
+        assert answer.status_code == 429
 
 
 class TestSlowReaders:
