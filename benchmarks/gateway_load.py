@@ -27,14 +27,14 @@ from specgw.supervisor import embedded_services
 Figures = dict[str, float]
 
 _MAX_TOKENS = 900
-_PROMPT_TOKENS = 32
+_PROMPT_TOKENS = 4
 _VOCAB = 2000
 _START_S = 60.0
-_PATIENCE_S = 60.0  # for anything that takes a second on a machine that is not busy
+_PATIENCE_S = 30.0  # for anything that takes a second on a machine that is not busy
 _SAMPLE_S = 0.2
 _MIB = 2**20
-_MANY_TOKENS = 24  # each, in the phase with many streams
-_MANY_VERIFY_MS = 250.0  # so that they are open together for some seconds
+_MANY_TOKENS = 128  # each, in the phase with many streams
+_MANY_VERIFY_MS = 40.0  # a step starts 16 of them, so that all are open before the first ends
 
 
 @dataclass(frozen=True)
@@ -101,10 +101,17 @@ class Load:
         """Opens the streams and returns when each has had an event.
 
         Raises:
+            RuntimeError: if one ends before.
             TimeoutError: if that takes too long.
         """
+
+        def is_done() -> bool:
+            for stream in self._client.ended:
+                raise RuntimeError(f"a stream was answered {stream.head!r} and ended")
+            return self._client.num_started == self._streams
+
         self.open()
-        self.read_until(lambda: self._client.num_started == self._streams)
+        self.read_until(is_done)
 
     def keep_up(self, seconds: float) -> None:
         """Reads for that long."""

@@ -62,6 +62,7 @@ class StreamClient:
             kernel had them.
 
     Attributes:
+        num_started: Answers that have had an event.
         ended: Answers that the server has ended, complete or not.
     """
 
@@ -72,6 +73,7 @@ class StreamClient:
         self.on_events = on_events
         self._epoll = select.epoll()
         self._open: dict[int, tuple[socket.socket, EventStream]] = {}
+        self.num_started = 0
         self.ended: list[EventStream] = []
 
     def __enter__(self) -> "StreamClient":
@@ -87,11 +89,6 @@ class StreamClient:
             connection.close()
         self._open.clear()
         self._epoll.close()
-
-    @property
-    def num_started(self) -> int:
-        """Open streams that have had an event."""
-        return sum(stream.num_events > 0 for _, stream in self._open.values())
 
     @property
     def num_open(self) -> int:
@@ -126,6 +123,7 @@ class StreamClient:
                 connection.close()
                 self.ended.append(stream)
             elif count := stream.feed(data):
+                self.num_started += stream.num_events == count
                 self.on_events(count, _received_at(control))
 
 
