@@ -3,13 +3,16 @@
     python -m benchmarks.scale rounds    # how close to the ideal a round of draft and verify is
     python -m benchmarks.scale gateway   # what the gateway costs, and what it adds
 
-`rounds` asks a verifier over gRPC and compares with a target that never waits: a step takes the
-longer of verifying and drafting. `gateway` streams over HTTP. Its processor time counts the gateway
-process alone, so it says what one core could do even where other processes want cores too.
+`rounds` asks a verifier as a gateway does, and compares with a target that never waits: a step
+takes the longer of verifying and drafting. It tells the processor time of a step by thread, and how
+long the verifier takes to answer a health probe meanwhile. `gateway` streams over HTTP. Its
+processor time counts the gateway process alone, so it says what one core could do even where other
+processes want cores too.
 """
 
 import asyncio
 import json
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -20,11 +23,11 @@ import httpx
 
 from benchmarks import gateway_load
 from benchmarks.gateway_load import Figures
-from benchmarks.machine import free_port
-from specgw import wire
+from benchmarks.machine import free_port, thread_seconds
+from gateway.verifier_stream import VerifierStream
 from specgw.channel import open_channel
 from specgw.config import parse_config
-from specgw.supervisor import embedded_services
+from specgw.supervisor import Child, embedded_services
 from specgw.types import GenerateRequest, SamplingParams
 from specgw.v1 import verifier_pb2_grpc
 
@@ -48,6 +51,11 @@ def main() -> None:
 @click.option("--rtt-ms", default=0.3, show_default=True, help="Added to the way of the blocks.")
 @click.option("--acceptance", default=0.8, show_default=True)
 @click.option("-k", "draft_tokens", default=6, show_default=True)
+@click.option(
+    "--wait",
+    is_flag=True,
+    help="Waits for every block, however late: the same work on any machine.",
+)
 @click.option("--seconds", default=6.0, show_default=True, help="For each number of sessions.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Writes figures here.")
 def rounds(
@@ -57,6 +65,7 @@ def rounds(
     rtt_ms: float,
     acceptance: float,
     draft_tokens: int,
+    wait: bool,
     seconds: float,
     json_file: Path | None,
 ) -> None:
@@ -67,7 +76,7 @@ def rounds(
         "rtt_ms": rtt_ms,
         "acceptance_rate": acceptance,
     }
-    figures = asyncio.run(_measure_rounds(sessions, simulation, draft_tokens, seconds))
+    figures = asyncio.run(_measure_rounds(sessions, simulation, draft_tokens, wait, seconds))
     draft_ms = draft_tokens * draft_step_ms + rtt_ms
     per_round = sum(acceptance**i for i in range(draft_tokens + 1))
     print(f"SIMULATION: {simulation}, K={draft_tokens}: {per_round:.2f} tokens a round at best")
@@ -82,12 +91,19 @@ def rounds(
             f"{row['in_turn']:>9.3f}{row['tokens_per_round']:>14.2f}   "
             + ", ".join(f"{name} {row[f'{name}_ms']:.2f} ms" for name in names)
         )
+        for name, value in row.items():
+            if name.startswith(("processor", "health")):
+                print(f"{'':>8}{name:<40}{value:>8.2f} ms")
     if json_file is not None:
         json_file.write_text(json.dumps(figures, indent=2), encoding="utf-8")
 
 
 async def _measure_rounds(
-    sessions: Sequence[int], simulation: Mapping[str, float], draft_tokens: int, seconds: float
+    sessions: Sequence[int],
+    simulation: Mapping[str, float],
+    draft_tokens: int,
+    wait: bool,
+    seconds: float,
 ) -> list[dict[str, float]]:
     metrics = f"127.0.0.1:{free_port()}"
     args = parse_config({
@@ -97,40 +113,63 @@ async def _measure_rounds(
         "speculative_config": {"model": "tiny/draft", "num_speculative_tokens": draft_tokens},
         "specgw": {
             "simulation": simulation,
-            "verifier": {"metrics_listen": metrics},
+            "verifier": {"metrics_listen": metrics, "wait_for_slow_drafts": wait},
             "proposer": {"max_sessions": max(sessions)},
         },
     })  # fmt: skip
     async with (
-        embedded_services(args) as (verifier, *_),
-        open_channel(verifier.spec.address) as channel,
+        embedded_services(args) as services,
+        open_channel(services[0].spec.address) as channel,
         httpx.AsyncClient(base_url=f"http://{metrics}", timeout=60, trust_env=False) as client,
     ):
-        stub = verifier_pb2_grpc.VerifierServiceStub(channel)
+        address = services[0].spec.address
+        stream = VerifierStream(verifier_pb2_grpc.VerifierServiceStub(channel), address)
         figures = []
         for count in sessions:
-            calls = [asyncio.create_task(_generate_for_ever(stub, n)) for n in range(count)]
+            calls = [asyncio.create_task(_generate_for_ever(stream, n)) for n in range(count)]
             await asyncio.sleep(seconds / 3)  # prefills, and what is learned of the other side
-            before, began = await _counters(client), time.perf_counter()
-            await asyncio.sleep(seconds)
-            after, took = await _counters(client), time.perf_counter() - began
+            before, began = await _counters(client) | _processor_ms(services), time.perf_counter()
+            health = await _probe_health(address, seconds)
+            after = await _counters(client) | _processor_ms(services)
+            took = time.perf_counter() - began
             for call in calls:
                 call.cancel()
             await asyncio.wait(calls)
             gone = {name: after[name] - value for name, value in before.items()}
-            figures.append({"sessions": float(count), **_round_figures(gone, took, count)})
+            row = {"sessions": float(count), **_round_figures(gone, took, count), **health}
+            figures.append(row)
+        await stream.close()
         return figures
 
 
-async def _generate_for_ever(
-    stub: "verifier_pb2_grpc.VerifierServiceAsyncStub", number: int
-) -> None:
+async def _probe_health(address: str, seconds: float) -> dict[str, float]:
+    """Returns how long health probes take during so many seconds."""
+    command = (sys.executable, "-m", "benchmarks.health_probe", address, str(seconds))
+    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    output, _ = await process.communicate()
+    figures = json.loads(output)
+    return {
+        f"health probe {name.removesuffix('_ms')}": figures[name]
+        for name in ("median_ms", "p99_ms")
+    }
+
+
+def _processor_ms(services: Sequence[Child]) -> dict[str, float]:
+    """Returns what each thread of the services has used so far."""
+    return {
+        f"processor {service.spec.name} {thread}": 1e3 * seconds
+        for service in services
+        for thread, seconds in thread_seconds(service.pid).items()
+    }
+
+
+async def _generate_for_ever(stream: VerifierStream, number: int) -> None:
     """Runs one request after the other until cancelled."""
     params = SamplingParams(temperature=0, max_tokens=900, ignore_eos=True)
     prompt = [(number * 7 + i) % _VOCAB for i in range(_PROMPT_TOKENS)]
     while True:
         request = GenerateRequest(f"session-{number}", prompt, params)
-        async for _ in stub.Generate(wire.generate_request_to_pb(request), timeout=600):
+        async for _ in stream.generate(request, time.monotonic() + 600):
             pass
         prompt[0] = (prompt[0] + 1) % _VOCAB
 
@@ -159,6 +198,11 @@ def _round_figures(gone: Mapping[str, float], seconds: float, sessions: int) -> 
         "sample_ms": mean_ms("sample"),
         "answer_ms": mean_ms("draft_answer"),
         "draft_ms": mean_ms("draft_work"),
+        **{
+            f"{name}, a step": value / gone["steps_total"]
+            for name, value in gone.items()
+            if name.startswith("processor")
+        },
     }
 
 

@@ -332,8 +332,7 @@ class OpenSession:
     sampling: DraftSampling | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Commit:
+class Commit(NamedTuple):
     """Appends output tokens at `base_length` and asks for up to `max_draft_tokens` more."""
 
     session_id: int
@@ -375,8 +374,7 @@ class TokenProbs:
     probs: npt.NDArray[np.float32]  # [support size]
 
 
-@dataclass(frozen=True, slots=True)
-class DraftBlock:
+class DraftBlock(NamedTuple):
     """Draft tokens that continue the context of `base_length` tokens, or the reason for none.
 
     `draft_probs` has a law for each token exactly if the rule is PROBS.

@@ -588,7 +588,11 @@ def _draft_block_from_pb(pb: proposer_pb2.DraftBlock, field: str) -> DraftBlock:
         reason=reason,
         draft_s=pb.draft_time.seconds + pb.draft_time.nanos / _NANOS,
         rule=_RULE_FROM_PB.get(pb.rule, AcceptanceRule.ONE_HOT),
-        draft_probs=_draft_probs_from_pb(pb.draft_probs, f"{field}.draft_probs"),
+        draft_probs=(
+            _draft_probs_from_pb(pb.draft_probs, f"{field}.draft_probs")
+            if pb.HasField("draft_probs")
+            else ()
+        ),
     )
 
 

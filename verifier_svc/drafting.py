@@ -131,6 +131,7 @@ class Drafting:
         self.step_s: float | None = None
         self._on_answer = on_answer
         self._uses_draft_probs = uses_draft_probs
+        self._measured: tuple[object, ...] = ()  # the newest answer
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -244,7 +245,11 @@ class Drafting:
         peer, draft = self._peers[address], session.draft
         if draft.address != address or draft.asked_length != block.base_length:
             return
-        self._measure(peer, session, block, now)
+        # Blocks that were asked for together and come together are one answer.
+        answer = address, now, draft.asked_at, draft.asked_tokens, draft.is_first, block.reason
+        if answer != self._measured:
+            self._measured = answer
+            self._measure(peer, session, block, now)
         draft.asked_length = draft.deadline = None
         draft.is_first = False
         if block.reason not in (None, UndraftedReason.EMPTY):
@@ -313,6 +318,8 @@ class Drafting:
 
     def _draft_locally(self, session: Session, *, is_alone: bool) -> bool:
         """Drafts without a proposer, if something is found; returns whether it was."""
+        if session.prediction is None and not self._local.has_lookup:
+            return False
         draft, room = session.draft, self._room(session)
         if room <= 0:
             return False
@@ -431,9 +438,9 @@ class Drafting:
 
     def _usable(self, token_ids: Sequence[int]) -> Sequence[int]:
         """Returns the leading tokens that are ids of the target's."""
-        for position, token_id in enumerate(token_ids):
-            if not 0 <= token_id < self._vocab_size:
-                return token_ids[:position]
+        if token_ids and (min(token_ids) < 0 or max(token_ids) >= self._vocab_size):
+            is_usable = [0 <= token_id < self._vocab_size for token_id in token_ids]
+            return token_ids[: is_usable.index(False)]
         return token_ids
 
 

@@ -8,7 +8,7 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from specgw.budget import decode_rows
 from specgw.engine.kv_cache import OutOfBlocks
@@ -239,16 +239,16 @@ class Scheduler:
         Every decoding session gets a row before any gets more for its drafts, and drafts leave room
         for one prefill chunk. Beside decoding sessions, prefill takes no more rows than they bear.
         """
-        ready = [s for s in self._running if s.draft.deadline is None]
-        ready.sort(key=lambda session: not session.is_decoding)
+        ready = [(s, s.is_decoding) for s in self._running if s.draft.deadline is None]
+        ready.sort(key=lambda one: not one[1])
         budget = self._limits.max_num_batched_tokens
-        max_drafts = self._max_drafts_each(ready, budget)
-        prefill_budget = self._max_prefill_rows(budget)
+        num_decoding = sum(is_decoding for _, is_decoding in ready)
+        max_drafts = self._max_drafts_each(num_decoding, len(ready), budget)
+        prefill_budget = self._max_prefill_rows(budget) if num_decoding < len(ready) else 0
         batch: dict[int, tuple[Session, VerifyRows]] = {}
-        for session in ready:
-            is_decoding = session.is_decoding
+        for session, is_decoding in ready:
             room = budget if is_decoding else min(budget, prefill_budget)
-            if room and session in self._running:
+            if room and session.cache is not None:  # None: preempted meanwhile
                 rows = self._reserve(session, room, max_drafts, batch)
                 if rows is not None:
                     batch[session.session_id] = session, rows
@@ -261,10 +261,9 @@ class Scheduler:
             return self._prefill_budget.rows(budget)
         return budget
 
-    def _max_drafts_each(self, ready: Sequence[Session], budget: int) -> int:
+    def _max_drafts_each(self, num_decoding: int, num_ready: int, budget: int) -> int:
         """Returns the draft tokens that leave every session its row, and prefills a chunk."""
-        num_decoding = sum(session.is_decoding for session in ready)
-        if num_decoding < len(ready):
+        if num_decoding < num_ready:
             budget = decode_rows(budget, 1 + self._limits.max_draft_tokens)
         return max(budget - num_decoding, 0) // max(num_decoding, 1)
 
@@ -285,7 +284,7 @@ class Scheduler:
                 rows.cache.reserve(rows.cache.length + rows.num_rows)
             except OutOfBlocks:
                 if rows.draft_token_ids:
-                    rows = replace(rows, draft_token_ids=(), draft_probs=())
+                    rows = rows._replace(draft_token_ids=(), draft_probs=())
                     continue
                 youngest = self._running[-1]
                 self._preempt(youngest)
@@ -362,8 +361,10 @@ class Scheduler:
         self, batch: Sequence[tuple[Session, VerifyRows]], verified: Sequence[Verified] | None
     ) -> None:
         self._count_running()
+        now = self._clock()
         for (session, rows), result in zip(batch, verified or (), strict=False):
-            session.prompt_logprobs.extend(result.prompt_logprobs)
+            if result.prompt_logprobs:
+                session.prompt_logprobs.extend(result.prompt_logprobs)
             if result.error is not None:
                 self._outputs.append((session.session_id, result.error))
                 self._end(session)
@@ -371,11 +372,13 @@ class Scheduler:
             if result.hidden is not None:
                 session.draft.hidden.append(rows.cache.length - len(result.hidden), result.hidden)
             if rows.is_complete:
-                self._commit_session(session, rows, result)
+                self._commit_session(session, rows, result, now)
             else:
                 session.publish_rows()
 
-    def _commit_session(self, session: Session, rows: VerifyRows, result: Verified) -> None:
+    def _commit_session(
+        self, session: Session, rows: VerifyRows, result: Verified, now: float
+    ) -> None:
         kept, finish_reason, stop_token_id = session.append(result.output_token_ids)
         session.publish_rows()
         round = self._count(session, rows, min(result.num_accepted, len(kept)))
@@ -393,7 +396,7 @@ class Scheduler:
         session.has_started = True
         self._outputs.append((session.session_id, output))
         if finish_reason is None:
-            self._drafting.ask(session, self._clock())
+            self._drafting.ask(session, now)
             return
         if session.is_synthetic:
             logger.warning("output is synthetic", extra={"request_id": session.request.request_id})

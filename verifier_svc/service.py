@@ -25,7 +25,7 @@ from specgw.grammar_worker import GrammarWorker
 from specgw.handshake import build_hello
 from specgw.link import ProposerLink
 from specgw.lookup.prediction import Prediction
-from specgw.telemetry import tell_simulation, tell_synthetic
+from specgw.telemetry import name_thread, tell_simulation, tell_synthetic
 from specgw.types import SpeculationStats, VerifierInfo
 from specgw.v1 import verifier_pb2, verifier_pb2_grpc
 from specgw.wire_many import Answer
@@ -245,6 +245,7 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
         )
 
     def _run_engine(self) -> None:
+        name_thread("engine")
         torch.get_num_threads()  # without this call, OpenMP ignores torch's setting in this thread
         try:
             self._scheduler.run()

@@ -134,6 +134,8 @@ class Session:
         """Lets others use the rows of the context. There must be none of draft tokens."""
         if self.cache is not None:
             length = min(self.cache.length, len(self.context))
+            if not self.cache.has_unpublished(length):
+                return
             self.cache.publish(self.block_hashes.within(self.context, length))
 
     def draft_room(self) -> int:
@@ -148,11 +150,11 @@ class Session:
         Returns the tokens kept, the finish reason if the output ended, and the token that ended it.
         """
         kept = token_ids[: self.remaining_tokens]
-        for count, token_id in enumerate(kept, start=1):
-            if token_id in self.stop_token_ids:
-                kept = kept[:count]
-                self.context.extend(kept)
-                return kept, FinishReason.STOP, token_id
+        if not self.stop_token_ids.isdisjoint(kept):
+            count = next(i for i, one in enumerate(kept, 1) if one in self.stop_token_ids)
+            kept = kept[:count]
+            self.context.extend(kept)
+            return kept, FinishReason.STOP, kept[-1]
         self.context.extend(kept)
         if self.prediction is not None:
             self.prediction.follow(kept)

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from specgw.engine import cpu_kernels
+from specgw.engine.cpu_kernels import PagedRows
 from specgw.engine.kv_cache import KVCache, SequenceCache
 
 _MAX_FOLDED_ROWS = 256
@@ -75,14 +76,6 @@ class _Segment:
     mask: Tensor | None
 
 
-@dataclass(frozen=True, slots=True)
-class _SingleRows:
-    """Rows that are computed each by itself, as `cpu_kernels.attend` takes them."""
-
-    blocks: Tensor
-    rows: Tensor
-
-
 class BatchAttention:
     """The attention of one forward pass: which rows of the batch belong to which sequence."""
 
@@ -93,11 +86,11 @@ class BatchAttention:
         slots: Tensor,  # [num_tokens]
         parts: Sequence[SequenceRows],
     ) -> None:
-        self._kv_cache = kv_cache
+        self.kv_cache = kv_cache
         self._masks = masks
         self._slots = slots
         self._parts = parts
-        self._single_rows: dict[int | None, _SingleRows] = {}
+        self._rows: PagedRows | None = None
         self._segments: dict[tuple[int, int | None], list[_Segment]] = {}
 
     def __call__(
@@ -112,12 +105,11 @@ class BatchAttention:
 
         A window of n lets a row see itself and the n - 1 rows before it.
         """
-        pool = self._kv_cache.layers[layer]
+        pool = self.kv_cache.layers[layer]
         pool.index_copy_(0, self._slots, keys_values)
         group = query.shape[1] * 2 // keys_values.shape[1]
         if cpu_kernels.is_usable(pool) and cpu_kernels.can_attend(pool.shape[-1]):
-            single = self._single_rows.get(window) or self._cut_single_rows(window)
-            return cpu_kernels.attend(query, pool, single.blocks, single.rows, scale)
+            return cpu_kernels.attend(query, pool, self.rows, window, scale)
         segments = self._segments.get((group, window)) or self._cut_segments(group, window)
         if len(segments) == 1:
             return _attend(query, pool, segments[0], group, scale)
@@ -126,17 +118,22 @@ class BatchAttention:
             output[s.start : s.end] = _attend(query[s.start : s.end], pool, s, group, scale)
         return output
 
-    def _cut_single_rows(self, window: int | None) -> _SingleRows:
-        blocks: list[int] = []
-        rows: list[tuple[int, int, int]] = []
-        for part in self._parts:
-            for last in range(part.cache.length + 1, part.cache.length + part.num_rows + 1):
-                first = 0 if window is None else max(0, last - window)
-                rows.append((len(blocks), first, last))
-            blocks += part.cache.blocks
-        single = _SingleRows(torch.tensor(blocks), torch.tensor(rows).T.contiguous())
-        self._single_rows[window] = single
-        return single
+    @property
+    def rows(self) -> PagedRows:
+        """All rows, each to be computed by itself."""
+        if self._rows is None:
+            blocks: list[int] = []
+            tables: list[int] = []
+            positions: list[int] = []
+            for part in self._parts:
+                length = part.cache.length
+                tables += [len(blocks)] * part.num_rows
+                positions += range(length, length + part.num_rows)
+                blocks += part.cache.blocks
+            self._rows = PagedRows(
+                torch.tensor(blocks), torch.tensor(tables), torch.tensor(positions), self._slots
+            )
+        return self._rows
 
     def _cut_segments(self, group: int, window: int | None) -> list[_Segment]:
         """Cuts the rows into segments of bounded size."""

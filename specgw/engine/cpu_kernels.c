@@ -26,6 +26,7 @@ enum {
     BLOCK = COLUMNS * LANES,
     ROWS = 8,         // input rows that are computed together: 24 sums, 3 weights and an input fit the 32 registers
     CHUNK = 128,      // pairs of inputs before the next rows take their turn, so that weights stay in the L1 cache
+    SPAN = 1024,      // values that one thread computes at least
     LINE = 32,        // bfloat16 values in a cache line, and in a register
     AHEAD = 8192,     // weights that are prefetched into the L2 cache: four pages
 };
@@ -234,46 +235,50 @@ INLINE __m512 exponential(__m512 x) {
     return _mm512_mask_mov_ps(_mm512_scalef_ps(sum, power), vanishes, _mm512_setzero_ps());
 }
 
-// output[num_rows][size] = x / sqrt(mean(x^2) + eps) * weight[size]; rows of x and output follow one another.
-TARGET void specgw_rms_norm(const bf16 *x, const bf16 *weight, bf16 *output, int64_t num_rows, int64_t size,
-                            float eps) {
-#pragma omp parallel for schedule(static) if (num_rows > ROWS)
-    for (int64_t row = 0; row < num_rows; row++) {
-        const bf16 *values = x + row * size;
-        __m512 squares = _mm512_setzero_ps();
-        for (int64_t i = 0; i < size; i += LANES) {
-            __m512 value = load(values + i, lanes(size - i));
-            squares = _mm512_fmadd_ps(value, value, squares);
-        }
-        __m512 mean = _mm512_set1_ps(_mm512_reduce_add_ps(squares) / size + eps);
-        __m512 scale = _mm512_div_ps(_mm512_set1_ps(1.0f), _mm512_sqrt_ps(mean));
-        for (int64_t i = 0; i < size; i += LANES) {
-            __mmask16 mask = lanes(size - i);
-            store(output + row * size + i, mask, _mm512_mul_ps(_mm512_mul_ps(load(values + i, mask), scale), load(weight + i, mask)));
-        }
+// output[size] = x / sqrt(mean(x^2) + eps) * weight; may be x itself.
+INLINE void normalize(const bf16 *x, const bf16 *weight, bf16 *output, int64_t size, float eps) {
+    __m512 squares = _mm512_setzero_ps();
+    for (int64_t i = 0; i < size; i += LANES) {
+        __m512 value = load(x + i, lanes(size - i));
+        squares = _mm512_fmadd_ps(value, value, squares);
+    }
+    __m512 mean = _mm512_set1_ps(_mm512_reduce_add_ps(squares) / size + eps);
+    __m512 scale = _mm512_div_ps(_mm512_set1_ps(1.0f), _mm512_sqrt_ps(mean));
+    for (int64_t i = 0; i < size; i += LANES) {
+        __mmask16 mask = lanes(size - i);
+        store(output + i, mask, _mm512_mul_ps(_mm512_mul_ps(load(x + i, mask), scale), load(weight + i, mask)));
     }
 }
 
-// output[num_rows][size] = silu(gate) * up, where each row of gate_up[num_rows][2][size] is a gate, then an up.
-TARGET void specgw_silu_mul(const bf16 *gate_up, bf16 *output, int64_t num_rows, int64_t size) {
-    __m512 one = _mm512_set1_ps(1.0f);
+// The rows of x[num_rows][size], which follow one another, normalized.
+TARGET void specgw_rms_norm(const bf16 *x, const bf16 *weight, bf16 *output, int64_t num_rows, int64_t size,
+                            float eps) {
 #pragma omp parallel for schedule(static) if (num_rows > ROWS)
-    for (int64_t row = 0; row < num_rows; row++) {
-        const bf16 *gates = gate_up + 2 * row * size, *ups = gates + size;
-        for (int64_t i = 0; i < size; i += LANES) {
-            __mmask16 mask = lanes(size - i);
-            __m512 gate = load(gates + i, mask);
-            __m512 silu = _mm512_div_ps(gate, _mm512_add_ps(one, exponential(_mm512_sub_ps(_mm512_setzero_ps(), gate))));
-            store(output + row * size + i, mask, _mm512_mul_ps(silu, load(ups + i, mask)));
+    for (int64_t row = 0; row < num_rows; row++) normalize(x + row * size, weight, output + row * size, size, eps);
+}
+
+// output[num_rows][size] = silu(gate) * up, where each row of gate_up[num_rows][2][size] is a gate, then an up.
+TARGET static void silu_mul(const bf16 *gate_up, bf16 *output, int64_t num_rows, int64_t size) {
+    __m512 one = _mm512_set1_ps(1.0f);
+#pragma omp parallel for collapse(2) schedule(static) if (num_rows * size > SPAN)
+    for (int64_t row = 0; row < num_rows; row++)
+        for (int64_t start = 0; start < size; start += SPAN) {
+            const bf16 *gates = gate_up + 2 * row * size, *ups = gates + size;
+            for (int64_t i = start; i < size && i < start + SPAN; i += LANES) {
+                __mmask16 mask = lanes(size - i);
+                __m512 gate = load(gates + i, mask);
+                __m512 decay = exponential(_mm512_sub_ps(_mm512_setzero_ps(), gate));
+                __m512 silu = _mm512_div_ps(gate, _mm512_add_ps(one, decay));
+                store(output + row * size + i, mask, _mm512_mul_ps(silu, load(ups + i, mask)));
+            }
         }
-    }
 }
 
 // Rotates the first `num_heads` heads of each row of x[num_rows][..][head_dim] in place; rows are `stride` apart.
 //
 // table[position][2][head_dim] holds cosines and sines, those of the first half negated: the halves of a head turn
 // against each other. head_dim is a multiple of 32.
-TARGET void specgw_rotate(bf16 *x, const bf16 *table, const int64_t *positions, int64_t num_rows, int64_t num_heads,
+TARGET static void rotate(bf16 *x, const bf16 *table, const int64_t *positions, int64_t num_rows, int64_t num_heads,
                           int64_t head_dim, int64_t stride) {
     int64_t half = head_dim / 2;
 #pragma omp parallel for schedule(static) if (num_rows > ROWS)
@@ -447,24 +452,113 @@ TARGET static void attend_with(int heads, const bf16 *query, bf16 *output, Head 
 //     query: [num_rows][kv_heads * group][head_dim], rows `stride` apart; head_dim a multiple of 32.
 //     pool: [slots][2 * kv_heads][head_dim]: keys, then values.
 //     blocks: The block tables of all sequences, one after the other.
-//     tables, firsts, lasts: For each row, where its sequence's block table begins, and which rows of the sequence it
-//         sees.
+//     tables: For each row, where its sequence's block table begins.
+//     positions: For each row, its place in its sequence: it sees the rows up to itself, at most `window` of them if
+//         that is not 0.
 //     output: [num_rows][kv_heads * group * head_dim].
 TARGET void specgw_attend(const bf16 *query, const bf16 *pool, const int64_t *blocks, const int64_t *tables,
-                          const int64_t *firsts, const int64_t *lasts, bf16 *output, int64_t num_rows,
-                          int64_t kv_heads, int64_t group, int64_t head_dim, int64_t stride, float scale) {
+                          const int64_t *positions, bf16 *output, int64_t num_rows, int64_t kv_heads, int64_t group,
+                          int64_t head_dim, int64_t stride, int64_t window, float scale) {
     int64_t size = group * head_dim, slot_size = 2 * kv_heads * head_dim;
     int64_t num_tiles = (group + HEADS - 1) / HEADS, tile = (group + num_tiles - 1) / num_tiles;
 #pragma omp parallel for schedule(dynamic)
     for (int64_t item = 0; item < num_rows * kv_heads; item++) {
-        int64_t i = item / kv_heads, at = item % kv_heads;
+        int64_t i = item / kv_heads, at = item % kv_heads, last = positions[i] + 1;
+        int64_t first = window && last > window ? last - window : 0;
         Head head = {pool + at * head_dim, kv_heads * head_dim, slot_size, head_dim};
         const bf16 *queries = query + i * stride + at * size;
         bf16 *to = output + (i * kv_heads + at) * size;
-        for (int64_t first = 0; first < group; first += tile)
-            attend_with(group - first < tile ? group - first : tile, queries + first * head_dim,
-                        to + first * head_dim, head, blocks + tables[i], firsts[i], lasts[i], scale);
+        for (int64_t g = 0; g < group; g += tile)
+            attend_with(group - g < tile ? group - g : tile, queries + g * head_dim, to + g * head_dim, head,
+                        blocks + tables[i], first, last, scale);
     }
+}
+
+// The weights of a product, as specgw_linear takes them, or specgw_int8_linear if there are scales.
+typedef struct {
+    const void *weight;
+    const bf16 *bias;
+    const float *scales;
+    const int32_t *totals;
+    int64_t num_columns, size;
+} Product;
+
+// A decoder layer. `head_norms` is [heads + kv_heads][head_dim], or null; `window` as specgw_attend takes it.
+typedef struct {
+    const bf16 *attention_norm, *head_norms, *mlp_norm;
+    Product qkv, output, gate_up, down;
+    int64_t window;
+} Layer;
+
+// What all layers have in common. `rotations` is the table of rotate().
+typedef struct {
+    const bf16 *rotations;
+    int64_t heads, kv_heads, head_dim, hidden, inner;
+    float eps, scale;
+} Shape;
+
+// Rows of sequences: what specgw_attend takes, and the cache rows of these rows.
+typedef struct {
+    const int64_t *blocks, *tables, *positions, *slots;
+    int64_t num_rows;
+} Rows;
+
+// Room for what a layer computes on its way, a row for each row. `bytes` is as wide as the widest input.
+typedef struct {
+    bf16 *normed, *qkv, *attended, *gate_up, *activated;
+    uint8_t *bytes;
+    float *scales;
+} Scratch;
+
+TARGET static void multiply(const Product *by, const bf16 *x, const bf16 *residual, bf16 *output, int64_t num_rows,
+                            const Scratch *scratch) {
+    if (!by->scales) {
+        specgw_linear(x, by->weight, by->bias, residual, output, num_rows, by->num_columns, by->size);
+        return;
+    }
+    specgw_quantize(x, scratch->bytes, scratch->scales, num_rows, by->size);
+    specgw_int8_linear(scratch->bytes, scratch->scales, by->weight, by->scales, by->totals, by->bias, residual, output,
+                       num_rows, by->num_columns, by->size);
+}
+
+TARGET static void normalize_heads(bf16 *qkv, const bf16 *weights, const Shape *shape, int64_t num_rows,
+                                   int64_t stride) {
+    int64_t heads = shape->heads + shape->kv_heads, size = shape->head_dim;
+#pragma omp parallel for schedule(static) if (num_rows > ROWS)
+    for (int64_t row = 0; row < num_rows; row++)
+        for (int64_t head = 0; head < heads; head++) {
+            bf16 *at = qkv + row * stride + head * size;
+            normalize(at, weights + head * size, at, size, shape->eps);
+        }
+}
+
+// Attention, then the gated MLP, each added to hidden[num_rows][hidden].
+TARGET static void run_layer(const Layer *layer, const Shape *shape, const Rows *rows, bf16 *pool, bf16 *hidden,
+                             const Scratch *scratch) {
+    int64_t num_rows = rows->num_rows, queries = shape->heads * shape->head_dim;
+    int64_t keys_values = 2 * shape->kv_heads * shape->head_dim, stride = queries + keys_values;
+    specgw_rms_norm(hidden, layer->attention_norm, scratch->normed, num_rows, shape->hidden, shape->eps);
+    multiply(&layer->qkv, scratch->normed, NULL, scratch->qkv, num_rows, scratch);
+    if (layer->head_norms) normalize_heads(scratch->qkv, layer->head_norms, shape, num_rows, stride);
+    rotate(scratch->qkv, shape->rotations, rows->positions, num_rows, shape->heads + shape->kv_heads, shape->head_dim,
+           stride);
+    for (int64_t row = 0; row < num_rows; row++)
+        memcpy(pool + rows->slots[row] * keys_values, scratch->qkv + row * stride + queries,
+               keys_values * sizeof(bf16));
+    specgw_attend(scratch->qkv, pool, rows->blocks, rows->tables, rows->positions, scratch->attended, num_rows,
+                  shape->kv_heads, shape->heads / shape->kv_heads, shape->head_dim, stride, layer->window,
+                  shape->scale);
+    multiply(&layer->output, scratch->attended, hidden, hidden, num_rows, scratch);
+    specgw_rms_norm(hidden, layer->mlp_norm, scratch->normed, num_rows, shape->hidden, shape->eps);
+    multiply(&layer->gate_up, scratch->normed, NULL, scratch->gate_up, num_rows, scratch);
+    silu_mul(scratch->gate_up, scratch->activated, num_rows, shape->inner);
+    multiply(&layer->down, scratch->activated, hidden, hidden, num_rows, scratch);
+}
+
+// All layers, one after the other; hidden[num_rows][hidden] goes in and comes out, `pools` has each layer's cache rows.
+TARGET void specgw_run_layers(const Layer *layers, bf16 *const *pools, int64_t num_layers, const Shape *shape,
+                              const Rows *rows, bf16 *hidden, const Scratch *scratch) {
+    for (int64_t i = 0; i < num_layers; i++) run_layer(&layers[i], shape, rows, pools[i], hidden, scratch);
 }
 
 #else

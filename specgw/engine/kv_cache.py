@@ -104,6 +104,9 @@ class KVCache:
         Raises:
             OutOfBlocks: and then nothing has changed.
         """
+        lengths = [one for one in lengths if one[0].lacks_room(one[1])]
+        if not lengths:
+            return
         needed = [cache.num_missing_blocks(length) for cache, length in lengths]
         written = [cache for cache, length in lengths if length > cache.length]
         published = [cache for cache in written if cache.has_published_tail]
@@ -233,7 +236,8 @@ class SequenceCache:
         Raises:
             OutOfBlocks: and then nothing has changed.
         """
-        self._pool.reserve([(self, length)])
+        if self.lacks_room(length):
+            self._pool.reserve([(self, length)])
 
     def truncate(self, length: int) -> None:
         """Drops the rows past `length` and gives whole free blocks back."""
@@ -275,6 +279,10 @@ class SequenceCache:
             self._pool.publish(self.blocks[first : len(hashes)], hashes[first:])
             self._num_published = len(hashes)
 
+    def has_unpublished(self, length: int) -> bool:
+        """Whether `publish` has something to do when `length` rows are final."""
+        return length // self._pool.block_size > self._num_published
+
     @property
     def has_published_tail(self) -> bool:
         """Whether the next row goes into a block that others may hold."""
@@ -296,6 +304,13 @@ class SequenceCache:
             slots = self.slot_ids(0, len(self.blocks) * self._pool.block_size)
             self._slots = torch.tensor(slots, device=self._pool.layers[0].device)
         return self._slots
+
+    def lacks_room(self, length: int) -> bool:
+        """Whether anything must change before `length` rows can be stored."""
+        size = self._pool.block_size
+        if length > len(self.blocks) * size:
+            return True
+        return length > self.length and self._num_published > self.length // size
 
     def num_missing_blocks(self, length: int) -> int:
         """Returns how many more blocks `length` rows need."""

@@ -127,30 +127,6 @@ def test_rms_norm(shape: tuple[int, ...]) -> None:
     assert is_close(output, F.rms_norm(x.float(), shape[-1:], weight.float(), 1e-5))
 
 
-@pytest.mark.parametrize("num_rows", ROWS)
-@pytest.mark.parametrize("scale", [1.0, 100.0])
-def test_silu_mul(num_rows: int, scale: float) -> None:
-    gate_up = (scale * rand(num_rows, 100)).to(BF16)
-    gate, up = gate_up.float().chunk(2, -1)
-
-    assert is_close(cpu_kernels.silu_mul(gate_up), F.silu(gate) * up)
-
-
-@pytest.mark.parametrize("num_rows", ROWS)
-@pytest.mark.parametrize("head_dim", [32, 64, 96])
-def test_rotate(num_rows: int, head_dim: int) -> None:
-    x, table = rand(num_rows, 5, head_dim), rand(100, 2, 1, head_dim)
-    positions = torch.arange(num_rows) * 3
-    expected = x.float()
-    cos, sin = table[positions].float().unbind(1)
-    turned = expected[:, :3].roll(head_dim // 2, -1) * sin
-    expected[:, :3] = expected[:, :3] * cos + turned
-
-    cpu_kernels.rotate_(x[:, :3], table, positions)
-
-    assert is_close(x, expected)
-
-
 @pytest.mark.parametrize("num_missing", [1, 50])
 @pytest.mark.parametrize("num_drafts", [0, 3, 31, 32, 128])
 def test_a_row_does_not_depend_on_the_drafts_after_it(num_missing: int, num_drafts: int) -> None:
