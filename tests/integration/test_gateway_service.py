@@ -1236,10 +1236,10 @@ class TestLoad:
         assert body["usage"]["completion_tokens"] == 6
 
 
-def exposed(gateway: Gateway, ending: str) -> str:
-    """Returns the gateway's metrics that end so."""
-    lines = gateway.metrics.exposition().decode().splitlines()
-    return "\n".join(line for line in lines if line.endswith(ending))
+async def delivered(gateway: Gateway, num_tokens: int) -> None:
+    """Returns when the gateway has had so many tokens of all requests together."""
+    line = f'vllm:generation_tokens_total{{engine="0",model_name="scripted"}} {num_tokens}.0\n'
+    await until(lambda: line in gateway.metrics.exposition().decode())
 
 
 async def until(is_true: Callable[[], bool]) -> None:
@@ -1328,6 +1328,7 @@ class TestFailures:
             await all_serving(gateway, 2)
             running = asyncio.create_task(client.post("/v1/completions", json=COMPLETION))
             first = await one_opened(pair)
+            await delivered(gateway, 6)
             await servers[pair.index(first)].stop(0)
             other = pair[1 - pair.index(first)]
             await other.opened()
@@ -1348,7 +1349,7 @@ class TestFailures:
                 client = await stack.enter_async_context(http(gateway))
                 await gateway.router.ready()
                 running = asyncio.create_task(client.post("/v1/completions", json=COMPLETION))
-                await before.opened()
+                await delivered(gateway, 6)
             await stack.enter_async_context(scripted_verifier.serving(after, address))
             async with asyncio.timeout(10):
                 answer = await running
@@ -1371,7 +1372,7 @@ class TestFailures:
                 await gateway.router.ready()
                 body = {**COMPLETION, "stream": stream}
                 running = asyncio.create_task(client.post("/v1/completions", json=body))
-                await until(lambda: "generation_tokens_total" in exposed(gateway, " 6.0"))
+                await delivered(gateway, 6)
             answer = await running
             refused = await client.post("/v1/completions", json=COMPLETION)
             health = await client.get("/health")
