@@ -129,9 +129,13 @@ blocks = st.one_of(
     st.builds(
         *(DraftBlock, session_ids, counts, some_token_ids, st.none(), durations),
         st.sampled_from(AcceptanceRule),
+        draft_probs=st.just(()),
     ),
     st.builds(
-        DraftBlock, session_ids, counts, st.just([]), st.sampled_from(UndraftedReason), durations
+        *(DraftBlock, session_ids, counts, st.just([]), st.sampled_from(UndraftedReason)),
+        durations,
+        rule=st.sampled_from(AcceptanceRule),
+        draft_probs=st.just(()),
     ),
 )
 stats = st.builds(
