@@ -8,6 +8,7 @@ the gateway process alone, so it says what one core could do even where others w
 import asyncio
 import bisect
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -113,12 +114,16 @@ class Load:
         self.open()
         self.read_until(is_done)
 
-    def keep_up(self, seconds: float) -> None:
-        """Reads for that long."""
-        end = time.monotonic() + seconds
-        while (left_s := end - time.monotonic()) > 0:
-            self._client.read(left_s)
+    def keep_up(self, seconds: float, stay_s: float = math.inf) -> None:
+        """Reads for that long; a client goes away whenever another `stay_s` are over."""
+        began = time.monotonic()
+        next_leave = began + stay_s
+        while (now := time.monotonic()) < began + seconds:
+            if now >= next_leave:
+                self._client.abandon()
+                next_leave += stay_s
             self.open()
+            self._client.read(max(0.0, min(began + seconds, next_leave) - now))
 
     def read_until(self, is_done: Callable[[], bool]) -> None:
         """Reads until something is so.
@@ -159,20 +164,21 @@ def throughput(stack: Stack, streams: int, seconds: float) -> Iterator[Figures]:
 
 def latency(stack: Stack, streams: int, seconds: float, period_s: float) -> Iterator[Figures]:
     """Compares when a token comes with when the verifier handed out that step's first one."""
-    came: list[float] = []
-    with _clock(stack, 1) as stop_clock, StreamClient(stack.port) as client:
-        load = Load(client, streams)
-        load.start()
-        client.on_events = lambda count, at: came.extend([at] * count)
-        began, busy = time.time(), process_seconds(stack.pid)
-        load.keep_up(seconds)
-        took, busy = time.time() - began, process_seconds(stack.pid) - busy
-        steps = stop_clock()
-    yield {
-        "tokens/s": len(came) / took,
-        "tokens per processor second of the gateway": len(came) / busy,
-        **_added("through the gateway", came, steps, period_s),
-    }
+    for what, stay_s in (("through the gateway", math.inf), ("20 clients a second leave", 0.05)):
+        came: list[float] = []
+        with _clock(stack, 1) as stop_clock, StreamClient(stack.port) as client:
+            load = Load(client, streams)
+            load.start()
+            client.on_events = lambda count, at, came=came: came.extend([at] * count)
+            began, busy = time.time(), process_seconds(stack.pid)
+            load.keep_up(seconds, stay_s)
+            took, busy = time.time() - began, process_seconds(stack.pid) - busy
+            steps = stop_clock()
+        yield {
+            f"{what}: tokens/s": len(came) / took,
+            f"{what}: tokens per processor second": len(came) / busy,
+            **_added(what, came, steps, period_s),
+        }
     with _clock(stack, 1) as stop_clock, _clock(stack, streams) as stop_clients:
         time.sleep(seconds)
         came, steps = stop_clients(), stop_clock()

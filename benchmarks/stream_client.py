@@ -109,6 +109,11 @@ class StreamClient:
         self._open[connection.fileno()] = connection, EventStream()
         self._epoll.register(connection, select.EPOLLIN)
 
+    def abandon(self) -> None:
+        """Goes away from the stream that has been open longest."""
+        number = next(iter(self._open))
+        self._close(number)
+
     def read(self, timeout_s: float) -> None:
         """Reads what there is, or what comes first within the time."""
         for number, _ in self._epoll.poll(timeout_s):
@@ -118,13 +123,16 @@ class StreamClient:
             except ConnectionError:
                 data, control = b"", []
             if not data:
-                self._epoll.unregister(number)
-                del self._open[number]
-                connection.close()
+                self._close(number)
                 self.ended.append(stream)
             elif count := stream.feed(data):
                 self.num_started += stream.num_events == count
                 self.on_events(count, _received_at(control))
+
+    def _close(self, number: int) -> None:
+        connection, _ = self._open.pop(number)
+        self._epoll.unregister(number)
+        connection.close()
 
 
 def _received_at(control: list[tuple[int, int, bytes]]) -> float:
