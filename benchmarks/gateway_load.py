@@ -141,6 +141,17 @@ class Load:
                 )
             self._client.read(_SAMPLE_S)
 
+    def note_times(self) -> list[float]:
+        """Returns a list that grows by the time of each event from now on."""
+        times: list[float] = []
+
+        def note(count: int, at: float) -> None:
+            self._count(count, at)
+            times.extend([at] * count)
+
+        self._client.on_events = note
+        return times
+
     def _count(self, count: int, at: float) -> None:
         self.num_events += count
 
@@ -165,11 +176,10 @@ def throughput(stack: Stack, streams: int, seconds: float) -> Iterator[Figures]:
 def latency(stack: Stack, streams: int, seconds: float, period_s: float) -> Iterator[Figures]:
     """Compares when a token comes with when the verifier handed out that step's first one."""
     for what, stay_s in (("through the gateway", math.inf), ("20 clients a second leave", 0.05)):
-        came: list[float] = []
         with _clock(stack, 1) as stop_clock, StreamClient(stack.port) as client:
             load = Load(client, streams)
             load.start()
-            client.on_events = lambda count, at, came=came: came.extend([at] * count)
+            came = load.note_times()
             began, busy = time.time(), process_seconds(stack.pid)
             load.keep_up(seconds, stay_s)
             took, busy = time.time() - began, process_seconds(stack.pid) - busy
