@@ -45,7 +45,12 @@ def load_model_drafter(args: EngineArgs) -> Drafter:
     grammars = None
     if vocabulary.summary is None:  # the draft model's ids are the target's
         grammars = DraftGrammars(
-            compiler_for(str(config.model), runner.vocab_size, runner.eos_token_ids)
+            compiler_for(
+                str(config.model),
+                runner.vocab_size,
+                runner.eos_token_ids,
+                args.structured_outputs_config,
+            )
         )
     batched_tokens = args.specgw.proposer.max_num_batched_tokens
     method = config.draft_sample_method

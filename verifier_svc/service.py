@@ -69,7 +69,13 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
         self._seeds = random.Random(args.seed)
         self._session_ids = itertools.count(1)
         self._grammars = GrammarWorker(
-            grammars or compiler_for(args.tokenizer_path, runner.vocab_size, runner.eos_token_ids)
+            grammars
+            or compiler_for(
+                args.tokenizer_path,
+                runner.vocab_size,
+                runner.eos_token_ids,
+                args.structured_outputs_config,
+            )
         )
         self._sinks: dict[int, Sink] = {}
         self._streams: set[ClientStream] = set()

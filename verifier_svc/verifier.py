@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from specgw.engine.kv_cache import SequenceCache
+from specgw.engine.laws import block_maxima
 from specgw.engine.logprobs import token_logprobs
 from specgw.engine.model_runner import ModelRunner, SequenceChunk
 from specgw.engine.sampling import RowSampling
@@ -97,6 +98,7 @@ class Verifier:
         acceptance = acceptance or Acceptance()
         self.is_synthetic = bool(acceptance.synthetic_rates)
         self._block_test = BlockTest(acceptance)
+        self._widened = torch.empty(0, runner.vocab_size, device=runner.device)
         self.forward_s = 0.0  # of the last pass; on a GPU, until it is under way
         self._custom_processors = custom_processors
 
@@ -142,7 +144,7 @@ class Verifier:
                 continue
             some, own = [batch[i] for i in chosen], [parts[i] for i in chosen]
             if is_processed:
-                judged = _process(some, logits := torch.cat(own).float())
+                judged = _process(some, logits := self._widen(own))
             else:
                 judged = [
                     _Judged(len(rows.draft_token_ids), part)
@@ -153,6 +155,19 @@ class Verifier:
             for i, verified in zip(chosen, map(_settle, some, judged, outcomes), strict=True):
                 results[i] = verified
         return results
+
+    def _widen(self, parts: Sequence[Tensor]) -> Tensor:
+        """Returns float32 copies of all rows, in memory that the next call uses again.
+
+        New memory of that size would come from the system, page by page: longer than the copying.
+        """
+        sizes = [len(part) for part in parts]
+        if len(self._widened) < sum(sizes):
+            self._widened = self._widened.new_empty(sum(sizes), self._widened.shape[1])
+        logits = self._widened[: sum(sizes)]
+        for copy, part in zip(torch.split(logits, sizes), parts, strict=True):
+            copy.copy_(part)
+        return logits
 
     def _forward(self, batch: Sequence[VerifyRows]) -> tuple[Tensor, Tensor | None]:
         """Returns logits, [num_logits, vocab_size], and hidden states if anyone wants them."""
@@ -221,7 +236,7 @@ def _process(
     """
     parts = torch.split(logits, [rows.num_verified for rows in batch])
     failures = [_process_block(*one) for one in zip(batch, parts, strict=True)]
-    is_dead = iter((logits.amax(dim=1) == -torch.inf).tolist())
+    is_dead = iter((block_maxima(logits).amax(dim=1) == -torch.inf).tolist())
     judged = []
     for part, (num_drafts, error) in zip(parts, failures, strict=True):
         first_dead = [*islice(is_dead, len(part)), True].index(True)
