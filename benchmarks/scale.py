@@ -17,6 +17,7 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 import httpx
@@ -52,6 +53,20 @@ def main() -> None:
 @click.option("--acceptance", default=0.8, show_default=True)
 @click.option("-k", "draft_tokens", default=6, show_default=True)
 @click.option(
+    "--runner-up-rate",
+    "runner_up_rates",
+    type=float,
+    multiple=True,
+    help="Where a draft token is wrong, how often the next choice is right, and the one after.",
+)
+@click.option(
+    "--branches",
+    multiple=True,
+    default=(0, 1, 22),
+    show_default=True,
+    help="Blocks drafted ahead for each session; 0 for no run-ahead.",
+)
+@click.option(
     "--wait",
     is_flag=True,
     help="Waits for every block, however late: the same work on any machine.",
@@ -65,47 +80,64 @@ def rounds(
     rtt_ms: float,
     acceptance: float,
     draft_tokens: int,
+    runner_up_rates: Sequence[float],
+    branches: Sequence[int],
     wait: bool,
     seconds: float,
     json_file: Path | None,
 ) -> None:
     """Compares tokens/s with the overlapped ideal, and says where a round's time goes."""
-    simulation = {
+    simulation: dict[str, Any] = {
         "verify_ms": verify_ms,
         "draft_step_ms": draft_step_ms,
         "rtt_ms": rtt_ms,
         "acceptance_rate": acceptance,
     }
-    figures = asyncio.run(_measure_rounds(sessions, simulation, draft_tokens, wait, seconds))
+    if runner_up_rates:
+        simulation["runner_up_rates"] = runner_up_rates
     draft_ms = draft_tokens * draft_step_ms + rtt_ms
     per_round = sum(acceptance**i for i in range(draft_tokens + 1))
     print(f"SIMULATION: {simulation}, K={draft_tokens}: {per_round:.2f} tokens a round at best")
     names = ("step", "wait", "forward", "sample", "answer", "draft")
-    print(f"{'sessions':>8}{'tokens/s':>10}{'of ideal':>10}{'in turn':>9}{'tokens/round':>14}")
-    for row in figures:
-        ideal = row["sessions"] * per_round / max(verify_ms, draft_ms) * 1e3
-        in_turn = row["sessions"] * per_round / (verify_ms + draft_ms) * 1e3
-        row |= {"of_ideal": row["tokens_per_s"] / ideal, "in_turn": row["tokens_per_s"] / in_turn}
-        print(
-            f"{row['sessions']:>8.0f}{row['tokens_per_s']:>10.0f}{row['of_ideal']:>10.3f}"
-            f"{row['in_turn']:>9.3f}{row['tokens_per_round']:>14.2f}   "
-            + ", ".join(f"{name} {row[f'{name}_ms']:.2f} ms" for name in names)
-        )
-        for name, value in row.items():
-            if name.startswith(("processor", "health")):
-                print(f"{'':>8}{name:<40}{value:>8.2f} ms")
+    print(
+        f"{'branches':>8}{'sessions':>9}{'tokens/s':>10}{'of ideal':>10}{'in turn':>9}"
+        f"{'tokens/round':>14}{'hits':>7}{'wasted':>8}"
+    )
+    figures = []
+    for count in branches:
+        for row in asyncio.run(
+            _measure_rounds(sessions, simulation, draft_tokens, count, wait, seconds)
+        ):
+            ideal = row["sessions"] * per_round / max(verify_ms, draft_ms) * 1e3
+            in_turn = row["sessions"] * per_round / (verify_ms + draft_ms) * 1e3
+            row |= {
+                "of_ideal": row["tokens_per_s"] / ideal,
+                "in_turn": row["tokens_per_s"] / in_turn,
+            }
+            figures.append(row)
+            print(
+                f"{count:>8}{row['sessions']:>9.0f}{row['tokens_per_s']:>10.0f}"
+                f"{row['of_ideal']:>10.3f}{row['in_turn']:>9.3f}{row['tokens_per_round']:>14.2f}"
+                f"{row['hit_rate']:>7.2f}{row['wasted']:>8.2f}   "
+                + ", ".join(f"{name} {row[f'{name}_ms']:.2f} ms" for name in names),
+                flush=True,
+            )
+            for name, value in row.items():
+                if name.startswith(("processor", "health")):
+                    print(f"{'':>8}{name:<40}{value:>8.2f} ms")
     if json_file is not None:
         json_file.write_text(json.dumps(figures, indent=2), encoding="utf-8")
 
 
 async def _measure_rounds(
     sessions: Sequence[int],
-    simulation: Mapping[str, float],
+    simulation: Mapping[str, Any],
     draft_tokens: int,
+    branches: int,
     wait: bool,
     seconds: float,
 ) -> list[dict[str, float]]:
-    metrics = f"127.0.0.1:{free_port()}"
+    metrics = {name: f"127.0.0.1:{free_port()}" for name in ("verifier", "proposer")}
     args = parse_config({
         **_MODELS,
         "max_num_seqs": max(sessions),
@@ -113,14 +145,24 @@ async def _measure_rounds(
         "speculative_config": {"model": "tiny/draft", "num_speculative_tokens": draft_tokens},
         "specgw": {
             "simulation": simulation,
-            "verifier": {"metrics_listen": metrics, "wait_for_slow_drafts": wait},
-            "proposer": {"max_sessions": max(sessions)},
+            "verifier": {
+                "metrics_listen": metrics["verifier"],
+                "wait_for_slow_drafts": wait,
+            },
+            "proposer": {
+                "metrics_listen": metrics["proposer"],
+                "max_sessions": max(sessions),
+                "kv_cache_tokens": max(sessions) * (2048 + 32 * branches),
+                "max_num_batched_tokens": max(2048, max(branches, 1) * max(sessions)),
+                "run_ahead": "on" if branches else "off",
+                "run_ahead_branches": max(branches, 1),
+            },
         },
     })  # fmt: skip
     async with (
         embedded_services(args) as services,
         open_channel(services[0].spec.address) as channel,
-        httpx.AsyncClient(base_url=f"http://{metrics}", timeout=60, trust_env=False) as client,
+        httpx.AsyncClient(timeout=60, trust_env=False) as client,
     ):
         address = services[0].spec.address
         stream = VerifierStream(verifier_pb2_grpc.VerifierServiceStub(channel), address)
@@ -128,16 +170,17 @@ async def _measure_rounds(
         for count in sessions:
             calls = [asyncio.create_task(_generate_for_ever(stream, n)) for n in range(count)]
             await asyncio.sleep(seconds / 3)  # prefills, and what is learned of the other side
-            before, began = await _counters(client) | _processor_ms(services), time.perf_counter()
+            before = await _counters(client, metrics) | _processor_ms(services)
+            began = time.perf_counter()
             health = await _probe_health(address, seconds)
-            after = await _counters(client) | _processor_ms(services)
+            after = await _counters(client, metrics) | _processor_ms(services)
             took = time.perf_counter() - began
             for call in calls:
                 call.cancel()
             await asyncio.wait(calls)
-            gone = {name: after[name] - value for name, value in before.items()}
-            row = {"sessions": float(count), **_round_figures(gone, took, count), **health}
-            figures.append(row)
+            gone = defaultdict(float, {name: n - before[name] for name, n in after.items()})
+            row = {"branches": float(branches), "sessions": float(count)}
+            figures.append({**row, **_round_figures(gone, took), **health})
         await stream.close()
         return figures
 
@@ -174,23 +217,30 @@ async def _generate_for_ever(stream: VerifierStream, number: int) -> None:
         prompt[0] = (prompt[0] + 1) % _VOCAB
 
 
-async def _counters(client: httpx.AsyncClient) -> dict[str, float]:
-    """Reads the verifier's samples, each summed over its labels."""
+async def _counters(client: httpx.AsyncClient, metrics: Mapping[str, str]) -> dict[str, float]:
+    """Reads the services' samples, each summed over its labels but for that of an outcome."""
     totals: dict[str, float] = defaultdict(float)
-    for line in (await client.get("/metrics")).text.splitlines():
-        if line.startswith("specgw_verifier_"):
-            name, value = line.rsplit(" ", 1)
-            totals[name.partition("{")[0].removeprefix("specgw_verifier_")] += float(value)
+    for service, address in metrics.items():
+        for line in (await client.get(f"http://{address}/metrics")).text.splitlines():
+            name, _, value = line.rpartition(" ")
+            name = name.removeprefix(f"specgw_{service}_")
+            if 'outcome="' not in name:
+                name = name.partition("{")[0]
+            if name and not line.startswith("#"):
+                totals[name] += float(value)
     return totals
 
 
-def _round_figures(gone: Mapping[str, float], seconds: float, sessions: int) -> dict[str, float]:
+def _round_figures(gone: Mapping[str, float], seconds: float) -> dict[str, float]:
     def mean_ms(name: str) -> float:
         return 1e3 * gone[f"{name}_seconds_sum"] / max(1.0, gone[f"{name}_seconds_count"])
 
+    drafted_ahead = gone["run_ahead_tokens_total"]
     return {
         "tokens_per_s": gone["output_tokens_total"] / seconds,
         "tokens_per_round": 1 + gone["accepted_tokens_total"] / max(1.0, gone["drafts_total"]),
+        "hit_rate": gone['run_ahead_rounds_total{outcome="hit"}'] / max(1.0, gone["drafts_total"]),
+        "wasted": 1 - gone["run_ahead_used_tokens_total"] / max(1.0, drafted_ahead),
         "step_ms": 1e3 * seconds / gone["steps_total"],
         "rows": gone["step_rows_sum"] / gone["steps_total"],
         "wait_ms": mean_ms("draft_wait"),

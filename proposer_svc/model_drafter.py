@@ -25,11 +25,14 @@ logger = logging.getLogger(__name__)
 
 
 def _run_ahead(settings: ProposerSettings, runner: ModelRunner) -> RunAhead:
+    # A draft on the CPU of the target's machine would take cores from the target; on a GPU there,
+    # which may be the target's, only a narrow pass takes next to nothing.
+    has_own_device = runner.description.is_simulated or not is_local(settings.listen)
+    is_enabled, max_branches = settings.run_ahead == "on", settings.run_ahead_branches
     if settings.run_ahead == "auto":
-        # A draft on the CPU of the target's machine would take cores from the target.
-        has_own_device = runner.device.type != "cpu" or not is_local(settings.listen)
-        return RunAhead(is_enabled=has_own_device)
-    return RunAhead(is_enabled=settings.run_ahead == "on")
+        is_enabled = has_own_device or runner.device.type != "cpu"
+        max_branches = max_branches if has_own_device else 1
+    return RunAhead(is_enabled, max_branches)
 
 
 def load_model_drafter(args: EngineArgs) -> Drafter:

@@ -14,7 +14,7 @@ from torch import Tensor
 from proposer_svc.draft_grammar import DraftGrammars
 from proposer_svc.draft_model import DraftModelDrafter, completes, missing_chunk
 from proposer_svc.draft_rows import DraftRows
-from proposer_svc.draft_sampling import DraftSampler
+from proposer_svc.draft_sampling import DraftSampler, DraftToken, row_sampling
 from proposer_svc.draft_vocabulary import DraftVocabulary
 from proposer_svc.session_table import Session
 from specgw.budget import mask_rows
@@ -84,9 +84,9 @@ class ParallelDrafter(DraftModelDrafter):
             return []
         logits[:, self._mask_token_id] = -torch.inf  # [sum of num_wanted, vocab_size]
         rows = [(one, offset) for one in ready for offset in range(one.session.num_wanted)]
-        tokens = iter(self._choose(logits, rows))
+        tokens = iter(self._chosen(logits, rows))
         for one in ready:
-            one.extend_draft([next(tokens) for _ in range(one.session.num_wanted)])
+            one.extend_block([next(tokens) for _ in range(one.session.num_wanted)])
         blocks = torch.split(logits, [one.session.num_wanted for one in ready])
         for one, block in zip(ready, blocks, strict=True):
             if self._grammars is not None and self._grammars.applies_to(one.session):
@@ -99,11 +99,20 @@ class ParallelDrafter(DraftModelDrafter):
         rows: Tensor,  # [num_wanted, vocab_size]
     ) -> None:
         """Chooses a block's tokens anew, each among those that its constraint lets follow."""
-        one.draft_token_ids, one.draft_probs = [], []
+        one.drafted.clear()
         for offset, row in enumerate(torch.split(rows, 1)):
-            one.extend_draft(self._choose(self._masked([one], row), [(one, offset)]))
-            if not one.draft_token_ids:
+            one.extend_block(self._chosen(self._masked([(one, one)], row), [(one, offset)]))
+            if not one.drafted.token_ids:
                 return
+
+    def _chosen(
+        self,
+        logits: Tensor,  # [num_rows, vocab_size]
+        rows: Sequence[tuple[DraftRows, int]],  # sessions, and draft tokens before the row's
+    ) -> list[DraftToken | None]:
+        limits = [one.num_choices for one, _ in rows]
+        sampling = [row_sampling(one.session.sampling, one.length, count) for one, count in rows]
+        return self._choose(logits, limits, sampling)[0]
 
     def _masked_chunk(self, one: DraftRows, rows: int) -> SequenceChunk:
         chunk = missing_chunk(one, rows)

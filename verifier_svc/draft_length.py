@@ -83,9 +83,11 @@ class AnswerCost:
             return 0.0
         mean_x, mean_y = self._x / self._weight, self._y / self._weight
         variance = self._xx / self._weight - mean_x**2
-        slope = mean_y / mean_x if self.is_sequential else 0.0
+        most = mean_y / mean_x  # with more a token, no tokens would take less than no time
+        slope = most if self.is_sequential else 0.0
         if variance > 0.1:
-            slope = max(0.0, (self._xy / self._weight - mean_x * mean_y) / variance)
+            slope = (self._xy / self._weight - mean_x * mean_y) / variance
+            slope = min(max(slope, 0.0), most)  # blocks that were ready scatter the others
         return max(0.0, mean_y + slope * (num_tokens - mean_x))
 
 

@@ -145,17 +145,23 @@ class Scheduler:
         """When the next step may start: none while there is nothing to do."""
         awaiting = [s for s in self._running if s.draft.deadline is not None]
         if len(awaiting) < len(self._running):
-            return max((self._worth_waiting(s, now) for s in awaiting), default=now)
+            share = len(awaiting) / len(self._running)
+            return max((self._worth_waiting(s, share, now) for s in awaiting), default=now)
         return min((s.draft.deadline or now for s in awaiting), default=None)
 
-    def _worth_waiting(self, session: Session, now: float) -> float:
+    def _worth_waiting(self, session: Session, share: float, now: float) -> float:
         """Until when a step that could start waits for one more session's block.
 
-        Joining this step saves the session a step of its own, so that is what it may cost.
+        Joining this step saves the session a step of its own, and those that go in step with it
+        one each round, so that is what it may cost. Where blocks are usually ready when asked for,
+        sessions meet again by themselves in the next step: then it is only this one that counts,
+        and what all who wait would lose is weighed against what those lose who are waited for,
+        which are that share of all.
         """
-        step_s = self._drafting.step_s or 0.0
+        ready_rate = self._drafting.ready_rate(session)
+        most_s = (self._drafting.step_s or 0.0) * (1 - ready_rate * (1 - share))
         due_at = self._drafting.due_at(session)
-        return due_at + step_s / 2 if due_at <= now + step_s else now
+        return due_at + most_s / 2 if due_at <= now + most_s else now
 
     def _take(self, event: Event) -> None:
         match event:

@@ -158,12 +158,38 @@ def first_maximum(
     return ids.gather(1, values.argmax(dim=1, keepdim=True)).squeeze(1)
 
 
+def next_maxima(
+    logits: Tensor,  # [num_rows, vocab_size]; written to, and as before in the end
+    maxima: Tensor,  # [num_rows, num_blocks], as of `block_maxima`; overwritten
+    first: Tensor,  # [num_rows]
+    count: int,
+) -> tuple[Tensor, Tensor]:
+    """Returns the ids with the largest logits but for a first one, and those, largest first.
+
+    Both are [num_rows, count]. Looks at one block for each, whatever the size of the vocabulary.
+    """
+    rows = torch.arange(len(logits), device=logits.device)
+    ids, values = [first], [logits[rows, first]]
+    for _ in range(count):
+        logits[rows, ids[-1]] = -torch.inf
+        blocks = ids[-1] // NOISE_BLOCK
+        maxima[rows, blocks] = _block_logits(logits, rows, blocks)[0].amax(dim=1)
+        ids.append(first_maximum(logits, maxima))
+        values.append(logits[rows, ids[-1]])
+    for taken, value in zip(ids[:-1], values[:-1], strict=True):
+        logits[rows, taken] = value
+    return torch.stack(ids[1:], dim=1), torch.stack(values[1:], dim=1)
+
+
 def _block_logits(logits: Tensor, rows: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the logits and the ids of some rows' blocks; -inf beyond the vocabulary."""
     # rows, blocks: [num_blocks]; both results: [num_blocks, NOISE_BLOCK]
     vocab_size = logits.shape[1]
     ids = torch.arange(min(NOISE_BLOCK, vocab_size), device=logits.device)
     ids = blocks.unsqueeze(1) * NOISE_BLOCK + ids
+    if vocab_size % NOISE_BLOCK == 0 and logits.is_contiguous():  # 20 times as fast on a CPU
+        blocks = rows * (vocab_size // NOISE_BLOCK) + blocks
+        return logits.view(-1, NOISE_BLOCK).index_select(0, blocks), ids
     if vocab_size % NOISE_BLOCK == 0 or vocab_size < NOISE_BLOCK:
         return logits[rows.unsqueeze(1), ids], ids
     values = logits[rows.unsqueeze(1), ids.clamp(max=vocab_size - 1)]
