@@ -13,6 +13,9 @@ from proposer_svc.branches import fan_out
 
 _WEIGHT = 0.05  # of the newest round in the rate of hits
 _MIN_HIT_RATE = 0.15  # below it pauses: a hit saves one drafting time, a miss costs part of one
+_MIN_WIDE_HIT_RATE = 0.4  # the same with several branches: if less, they come too late to be used
+_SHORT_GAP_WEIGHT = 0.2  # of the newest gap, if it is shorter than the average
+_FIRST_GAP_S = 0.01  # before any is known
 _TRIAL_ROUNDS = 32  # before the rate counts
 _PAUSE_ROUNDS = 512
 _DECAY = 0.995  # of what is known, with each new round or pass
@@ -94,9 +97,11 @@ class PassCost:
     y: float = 0.0
     xx: float = 0.0
     xy: float = 0.0
+    most_seen: int = 1
 
     def observe(self, num_rows: int, pass_s: float) -> None:
         """Takes in one pass."""
+        self.most_seen = max(self.most_seen, num_rows)
         sums = (self.weight, self.x, self.y, self.xx, self.xy)
         added = (1.0, num_rows, pass_s, num_rows**2, num_rows * pass_s)
         self.weight, self.x, self.y, self.xx, self.xy = (
@@ -104,7 +109,13 @@ class PassCost:
         )
 
     def most_rows(self, pass_s: float) -> float:
-        """Returns how many rows a pass of that time has; as many as one likes if rows are free."""
+        """Returns how many rows a pass of that time has, at most twice as many as any had so far.
+
+        So passes become wider step by step, and no wide one is tried that is known to be too slow.
+        """
+        return min(self._rows_on_line(pass_s), 2.0 * self.most_seen)
+
+    def _rows_on_line(self, pass_s: float) -> float:
         if not self.weight:
             return float("inf")
         mean_x, mean_y = self.x / self.weight, self.y / self.weight
@@ -141,7 +152,8 @@ class RunAhead:
         self._num_rounds = 0
         self._pause = 0
         self._num_runner_ups = _NUM_RATES
-        self._gap_s: float | None = None  # from a block to the commit after it
+        self._is_wide = False  # whether there are several branches now
+        self._gap_s = _FIRST_GAP_S  # from a block to the commit after it
 
     @property
     def is_on(self) -> bool:
@@ -163,10 +175,11 @@ class RunAhead:
             num_sessions: That share the passes.
         """
         num_branches = self._max_branches
-        if num_branches > 1 and self._gap_s is not None:
+        if num_branches > 1:
             # The guess after the whole block takes one pass more than the others.
             num_rows = self.pass_cost.most_rows(self._gap_s / (num_draft_tokens + 1))
             num_branches = int(max(1, min(num_branches, num_rows / num_sessions)))
+        self._is_wide = num_branches > 1
         outcomes = self.outcomes
         counts = fan_out(num_branches, num_draft_tokens, outcomes.acceptance, outcomes.rates)
         self._num_runner_ups = min(_NUM_RATES, max(counts) + 1)
@@ -174,9 +187,11 @@ class RunAhead:
 
     def observe_gap(self, gap_s: float) -> None:
         """Takes in the time from a block to the commit after it."""
-        if self._gap_s is None:
-            self._gap_s = gap_s
-        self._gap_s += _WEIGHT * (min(gap_s, 3 * self._gap_s) - self._gap_s)
+        # Follows the short ones: what is drafted ahead may itself be why others are long.
+        is_short = gap_s < self._gap_s
+        self._gap_s += (_SHORT_GAP_WEIGHT if is_short else _WEIGHT / 2) * (
+            min(gap_s, 2 * self._gap_s) - self._gap_s
+        )
 
     def count_pass(self, num_tokens: int) -> None:
         """Counts tokens that were drafted ahead."""
@@ -196,5 +211,6 @@ class RunAhead:
         )
         self._num_rounds += 1
         self._hit_rate += _WEIGHT * (is_hit - self._hit_rate)
-        if self._num_rounds >= _TRIAL_ROUNDS and self._hit_rate < _MIN_HIT_RATE:
+        least = _MIN_WIDE_HIT_RATE if self._is_wide else _MIN_HIT_RATE
+        if self._num_rounds >= _TRIAL_ROUNDS and self._hit_rate < least:
             self._pause, self._num_rounds, self._hit_rate = _PAUSE_ROUNDS, 0, 1.0

@@ -58,12 +58,11 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer):
         **reports: Any,
     ) -> None:
         self.requests: list[GenerateRequest] = []
+        self.refusals: dict[tuple[int, ...], SpecgwError] = {}  # by prompt; each happens once
         self._cached_token_count = cached_token_count
         self.deadlines_s: list[float] = []
         self.open_count = 0
         self.cancelled_count = 0
-        self.is_holding = False
-        self.num_unwritten = 0  # outputs on their way into a `GenerateMany` stream
         self.released = asyncio.Event()
         self.changed = asyncio.Condition()
         self._output_token_ids = output_token_ids
@@ -102,12 +101,7 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer):
                     self.deadlines_s.append(request.start.timeout.ToTimedelta().total_seconds())
                 yield request
 
-        async def write(response: verifier_pb2.GenerateManyResponse) -> None:
-            await context.write(response)
-            self.num_unwritten -= len(response.call_ids)
-            await self._count()
-
-        await _Calls(self).stream.serve(noted(), write)
+        await _Calls(self).stream.serve(noted(), context.write)
 
     async def play(self, request: verifier_pb2.GenerateRequest) -> AsyncGenerator[GenerateOutput]:
         """Yields the outputs of one call, counting it."""
@@ -136,10 +130,6 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer):
         """Waits until `count` calls were opened in all."""
         await self._until(lambda: len(self.requests) >= count)
 
-    async def holding(self) -> None:
-        """Waits until a call is held and has sent all before."""
-        await self._until(lambda: self.is_holding and not self.num_unwritten)
-
     async def cancelled(self, count: int = 1) -> None:
         """Waits until `count` calls were cancelled in all."""
         await self._until(lambda: self.cancelled_count >= count)
@@ -149,7 +139,10 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer):
         await self._until(lambda: self.open_count == 0)
 
     async def _play(self, request: GenerateRequest) -> AsyncIterator[GenerateOutput]:
-        token_ids = self._outputs.get(tuple(request.prompt_token_ids), self._output_token_ids)
+        prompt = tuple(request.prompt_token_ids)
+        if (refusal := self.refusals.pop(prompt, None)) is not None:
+            raise refusal
+        token_ids = self._outputs.get(prompt, self._output_token_ids)
         params = request.sampling_params
         end = min(len(token_ids), params.max_tokens or len(token_ids))
         stops = set(params.stop_token_ids)
@@ -200,8 +193,6 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer):
             assert self._failure is not None
             raise self._failure
         if self._hold_at is not None and position >= self._hold_at:
-            self.is_holding = True
-            await self._count()
             await self.released.wait()
 
     async def _count(self, opened: int = 0) -> None:
@@ -237,7 +228,6 @@ class _Calls:
         try:
             async with aclosing(self._verifier.play(request)) as outputs:
                 async for output in outputs:
-                    self._verifier.num_unwritten += 1
                     sink(output)
                     self.stream.flush()
                     await asyncio.sleep(0)  # as between steps
