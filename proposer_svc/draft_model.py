@@ -6,15 +6,13 @@ business.
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from proposer_svc.batching import build_batch
-from proposer_svc.draft_grammar import DraftGrammars
+from proposer_svc.draft_chooser import DraftChooser
 from proposer_svc.draft_rows import DraftRows
-from proposer_svc.draft_sampling import DraftSampler, DraftToken, row_sampling
 from proposer_svc.draft_vocabulary import DraftVocabulary, SharedVocabulary
 from proposer_svc.drafter import Draft
 from proposer_svc.run_ahead import RunAhead
@@ -41,13 +39,12 @@ class DraftModelDrafter:
         runner: ModelRunner,
         max_num_batched_tokens: int,
         vocabulary: DraftVocabulary | None = None,
-        sampler: DraftSampler | None = None,
-        grammars: DraftGrammars | None = None,
+        chooser: DraftChooser | None = None,
         run_ahead: RunAhead | None = None,
     ) -> None:
         """Takes a loaded model.
 
-        Its vocabulary is the target's unless told otherwise. Without a sampler it drafts greedily,
+        Its vocabulary is the target's unless told otherwise. Without a chooser it drafts greedily,
         and without `run_ahead` never beyond a block.
         """
         self.description = runner.description
@@ -55,8 +52,7 @@ class DraftModelDrafter:
         self.kv_capacity_tokens = runner.kv_cache.capacity_tokens
         self.num_passes = 0
         self.ahead = run_ahead or RunAhead()
-        self._sampler = sampler or DraftSampler()
-        self._grammars = grammars
+        self._chooser = chooser or DraftChooser()
         self._runner = runner
         self._vocabulary = vocabulary or SharedVocabulary(runner.description)
         self._rows: dict[Session, DraftRows] = {}
@@ -64,6 +60,10 @@ class DraftModelDrafter:
     @property
     def vocab_mapping(self) -> VocabMappingSummary | None:
         return self._vocabulary.summary
+
+    @property
+    def draft_sample_method(self) -> str:
+        return self._chooser.method if self._vocabulary.takes_samples else "greedy"
 
     @property
     def kv_used_tokens(self) -> int:
@@ -76,19 +76,20 @@ class DraftModelDrafter:
         return self._vocabulary.num_context_ids(target)
 
     def open(self, session: Session) -> None:
-        context = self._vocabulary.open_context(session)
+        vocabulary = self._vocabulary.of(session)
+        context = vocabulary.open_context(session)
         length, max_length = len(context.token_ids), self._runner.max_model_len
         self._rows[session] = DraftRows(
             session,
+            vocabulary,
             context,
             self._runner.kv_cache.new_sequence(),
-            num_choices=self._vocabulary.num_choices(session),
+            num_choices=vocabulary.num_choices(session),
             prefill_length=length if length <= max_length else 0,
             max_length=max_length,
             keeps_drafts=self.keeps_drafts,
         )
-        if self._grammars is not None:
-            self._grammars.open(session)
+        self._chooser.open(session, vocabulary)
 
     def commit(self, session: Session, token_ids: Sequence[int]) -> None:
         rows = self._rows[session]
@@ -105,8 +106,7 @@ class DraftModelDrafter:
     def close(self, session: Session) -> None:
         if rows := self._rows.pop(session, None):
             rows.cache.release()
-        if self._grammars is not None:
-            self._grammars.close(session)
+        self._chooser.close(session)
 
     def enter_thread(self) -> None:
         torch.get_num_threads()  # without this call, OpenMP ignores torch's setting in this thread
@@ -115,7 +115,7 @@ class DraftModelDrafter:
         return any(rows.has_work for rows in self._rows.values())
 
     def can_run_ahead(self) -> bool:
-        if not self.ahead.is_on or self._vocabulary.summary is not None or self.has_work():
+        if not self.ahead.is_on or self.has_work():
             return False
         return any(rows.can_run_ahead for rows in self._rows.values())
 
@@ -185,7 +185,7 @@ class DraftModelDrafter:
         block = rows.context.to_target(token_ids, rows.session.num_wanted)
         if not block:
             return Draft(rows.session, reason=UndraftedReason.EMPTY)
-        rule = self._sampler.rule(has_probs=bool(draft_probs))
+        rule = self._chooser.rule(rows, has_probs=bool(draft_probs))
         return Draft(rows.session, block, rule=rule, draft_probs=tuple(draft_probs))
 
     def _append(self, sessions: Sequence[DraftRows], logits: Tensor) -> list[DraftRows]:
@@ -193,37 +193,11 @@ class DraftModelDrafter:
         # logits: those of each session's last row, [num_sessions, vocab_size]
         if not sessions:
             return []
-        logits = self._masked(sessions, logits)
-        tokens = self._choose(logits, [(one, len(one.draft_token_ids)) for one in sessions])
+        rows = [(one, len(one.draft_token_ids)) for one in sessions]
+        tokens = self._chooser.choose(logits, rows)
         for one, token in zip(sessions, tokens, strict=True):
             one.extend_draft([token])
         return [one for one in sessions if one.is_drafting]
-
-    def _masked(
-        self,
-        sessions: Sequence[DraftRows],
-        logits: Tensor,  # [num_sessions, vocab_size]
-    ) -> Tensor:
-        """Leaves each session's row the tokens that its constraint lets follow."""
-        if self._grammars is not None:
-            for one, row in zip(sessions, logits, strict=True):
-                self._grammars.mask(row[: one.num_choices], one.session, one.draft_token_ids)
-        return logits
-
-    def _choose(
-        self,
-        logits: Tensor,  # [num_rows, vocab_size]
-        rows: Sequence[tuple[DraftRows, int]],  # sessions, and draft tokens before the row's
-    ) -> list[DraftToken | None]:
-        """Chooses a draftable token for each row; None where the logits are not numbers."""
-        limits = [one.num_choices for one, _ in rows]
-        sampling = [row_sampling(one.session, num_drafted) for one, num_drafted in rows]
-        choices = self._vocabulary.choices(logits)
-        chosen = self._sampler.choose(_without_padding(choices, limits), sampling)
-        return [token and self._drafted(token) for token in chosen]
-
-    def _drafted(self, chosen: DraftToken) -> DraftToken:
-        return replace(chosen, token_id=self._vocabulary.draft_token_id(chosen.token_id))
 
     def _forward_last(self, sessions: Sequence[DraftRows]) -> Tensor:
         """Feeds the last draft token of each session."""
@@ -255,13 +229,3 @@ def missing_chunk(one: DraftRows, rows: int) -> SequenceChunk:
     start = one.cache.length
     token_ids = one.token_ids[start : start + rows]
     return SequenceChunk(one.cache, token_ids, num_logits=int(completes(one, rows)))
-
-
-def _without_padding(logits: Tensor, limits: Sequence[int]) -> Tensor:
-    """Leaves each row the ids below its limit."""
-    logits = logits[:, : max(limits)]  # [num_rows, max limit]
-    if min(limits) == max(limits):
-        return logits
-    ids = torch.arange(logits.shape[1], device=logits.device)
-    beyond = ids >= torch.tensor(limits, device=logits.device).unsqueeze(1)
-    return logits.masked_fill(beyond, -torch.inf)

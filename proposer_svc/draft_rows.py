@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 
 from proposer_svc.draft_sampling import DraftToken
-from proposer_svc.draft_vocabulary import DraftContext
+from proposer_svc.draft_vocabulary import DraftContext, SessionVocabulary
 from proposer_svc.session_table import Session
 from specgw.engine.block_hashes import BlockHashes
 from specgw.engine.kv_cache import SequenceCache
@@ -20,6 +20,7 @@ class DraftRows:
     """
 
     session: Session
+    vocabulary: SessionVocabulary
     context: DraftContext
     cache: SequenceCache
     num_choices: int  # ids that draft tokens are chosen from
@@ -131,9 +132,11 @@ class DraftRows:
         self.is_stopped = False
         has_more = len(held) > num_right - start and self.cache.length >= num_right
         num_agreed = num_right - start - len(replaced)
-        # A token with a law that the verifier has looked at must not be offered once more.
-        is_unseen = not self.draft_probs or num_agreed > self.num_sent
-        if self.keeps_drafts and num_right == len(self.token_ids) and has_more and is_unseen:
+        # A token with a law must not be offered once more if the verifier has looked at it, nor at
+        # another place than the one whose random numbers it was drawn with.
+        is_unseen = num_agreed > self.num_sent and num_agreed == len(committed)
+        is_usable = is_unseen or not self.draft_probs
+        if self.keeps_drafts and num_right == len(self.token_ids) and has_more and is_usable:
             self._keep_ahead(num_agreed)
             return
         self._drop_draft()

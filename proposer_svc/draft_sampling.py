@@ -34,14 +34,14 @@ class DraftSampler:
 
     def __init__(self, method: str = "greedy", max_support: int = 64) -> None:
         """Takes `draft_sample_method` and the most tokens of a law that is sent."""
-        self._method = method
+        self.method = method
         self._max_support = max_support
 
     def rule(self, has_probs: bool) -> AcceptanceRule:
         """Returns how a block's tokens were chosen."""
         if has_probs:
             return AcceptanceRule.PROBS
-        return AcceptanceRule.COUPLED if self._method == "coupled" else AcceptanceRule.ONE_HOT
+        return AcceptanceRule.COUPLED if self.method == "coupled" else AcceptanceRule.ONE_HOT
 
     def choose(
         self,
@@ -51,11 +51,11 @@ class DraftSampler:
         """Chooses a token for each row; None where the logits are not numbers."""
         maxima = block_maxima(logits)
         is_usable = maxima.amax(dim=1).isfinite().tolist()
-        if self._method == "coupled":
+        if self.method == "coupled":
             chosen = [DraftToken(token_id) for token_id in sample(logits, rows)]
         else:
             chosen = [DraftToken(one) for one in first_maximum(logits, maxima).tolist()]
-        if self._method == "probabilistic":
+        if self.method == "probabilistic":
             random = [i for i, row in enumerate(rows) if is_usable[i] and not row.is_greedy]
             drawn = self._draw(logits[random], [rows[i] for i in random]) if random else []
             for i, token in zip(random, drawn, strict=True):

@@ -3,8 +3,7 @@
 Apart from `proposer.py`, so that a proposer without a model needs no torch.
 """
 
-import logging
-
+from proposer_svc.draft_chooser import DraftChooser
 from proposer_svc.draft_grammar import DraftGrammars
 from proposer_svc.draft_model import DraftModelDrafter
 from proposer_svc.draft_sampling import DraftSampler
@@ -14,14 +13,12 @@ from proposer_svc.parallel_draft import ParallelDrafter
 from proposer_svc.run_ahead import RunAhead
 from specgw.addresses import is_local
 from specgw.config import EngineArgs
-from specgw.engine.loading import draft_options, load_model
+from specgw.engine.loading import draft_options, load_eos_token_ids, load_model
 from specgw.engine.model_runner import ModelRunner
-from specgw.grammar import compiler_for
+from specgw.grammar import GrammarCompiler, compiler_for
 from specgw.model_checks import resolve_mask_token, trained_draft_tokens
 from specgw.model_files import read_config, resolve_model
 from specgw.service_settings import ProposerSettings
-
-logger = logging.getLogger(__name__)
 
 
 def _run_ahead(settings: ProposerSettings, runner: ModelRunner) -> RunAhead:
@@ -30,6 +27,11 @@ def _run_ahead(settings: ProposerSettings, runner: ModelRunner) -> RunAhead:
         has_own_device = runner.device.type != "cpu" or not is_local(settings.listen)
         return RunAhead(is_enabled=has_own_device)
     return RunAhead(is_enabled=settings.run_ahead == "on")
+
+
+def _target_grammars(args: EngineArgs) -> GrammarCompiler:
+    vocab_size = int(read_config(resolve_model(args.model, with_weights=False))["vocab_size"])
+    return compiler_for(args.tokenizer_path, vocab_size, load_eos_token_ids(args.model))
 
 
 def load_model_drafter(args: EngineArgs) -> Drafter:
@@ -42,25 +44,16 @@ def load_model_drafter(args: EngineArgs) -> Drafter:
     assert config is not None
     runner = load_model(draft_options(args))
     vocabulary = build_vocabulary(args, runner.description)
-    grammars = None
+    sampler = DraftSampler(config.draft_sample_method, args.specgw.proposer.max_draft_support)
     if vocabulary.summary is None:  # the draft model's ids are the target's
-        grammars = DraftGrammars(
-            compiler_for(str(config.model), runner.vocab_size, runner.eos_token_ids)
-        )
+        compiler = compiler_for(str(config.model), runner.vocab_size, runner.eos_token_ids)
+    else:
+        compiler = _target_grammars(args)
+    chooser = DraftChooser(sampler, DraftGrammars(compiler))
     batched_tokens = args.specgw.proposer.max_num_batched_tokens
-    method = config.draft_sample_method
-    if method != "greedy" and not vocabulary.takes_samples:
-        logger.warning(
-            "drafts that are text to another vocabulary are greedy",
-            extra={"draft_sample_method": method},
-        )
-        method = "greedy"
-    sampler = DraftSampler(method, args.specgw.proposer.max_draft_support)
     if not config.parallel_drafting:
         ahead = _run_ahead(args.specgw.proposer, runner)
-        return DraftModelDrafter(
-            runner, batched_tokens, vocabulary, sampler, grammars, run_ahead=ahead
-        )
+        return DraftModelDrafter(runner, batched_tokens, vocabulary, chooser, run_ahead=ahead)
     checkpoint = read_config(resolve_model(config.model))
     return ParallelDrafter(
         runner,
@@ -69,6 +62,5 @@ def load_model_drafter(args: EngineArgs) -> Drafter:
         mask_token_id=resolve_mask_token(config.model, checkpoint, runner.vocab_size),
         max_draft_tokens=args.max_draft_tokens,
         num_trained_tokens=trained_draft_tokens(checkpoint),
-        sampler=sampler,
-        grammars=grammars,
+        chooser=chooser,
     )

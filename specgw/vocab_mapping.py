@@ -19,7 +19,6 @@ MIN_COVERAGE = 0.1
 """Least share of the draft's text that the common tokens must make up, as `Coverage.weighted`."""
 
 _KEY = "speculative_config.heterogeneous_vocab_method"
-_ENOUGH_TO_COUPLE = 0.99  # of what the draft writes
 _NOTHING = -1
 _PAIRED_ROLES = ("eos", "bos")
 
@@ -29,9 +28,9 @@ class Coverage:
     """How much two vocabularies have in common.
 
     Attributes:
-        num_common: Tokens that stand for the same in both.
-        of_target: Their share of the target's tokens.
-        of_draft: Their share of the draft's tokens.
+        num_common: Tokens that stand for the same in both, special ones among them.
+        of_target: The share of the target's tokens for text that the draft has too.
+        of_draft: The share of the draft's tokens for text that the target has too.
         weighted: Their share of the draft's text, if its tokens are as frequent as Zipf's law says
             of their ids. Tokenizers number tokens in the order in which they were learned.
     """
@@ -62,13 +61,13 @@ class VocabMapping:
     def coverage(self) -> Coverage:
         """How much is in common."""
         is_common = self.draft_to_target >= 0
-        num_common = int(is_common.sum())
-        frequencies = 1 / np.arange(1, len(is_common) + 1)
-        frequencies[[i for i in range(len(is_common)) if i not in self.draft.token_bytes]] = 0
+        is_text = np.array([i in self.draft.token_bytes for i in range(len(is_common))], dtype=bool)
+        num_common_texts = int((is_common & is_text).sum())
+        frequencies = is_text / np.arange(1, len(is_common) + 1)
         return Coverage(
-            num_common,
-            num_common / max(len(self.target.token_bytes), 1),
-            num_common / max(len(self.draft.token_bytes), 1),
+            int(is_common.sum()),
+            num_common_texts / max(len(self.target.token_bytes), 1),
+            num_common_texts / max(len(self.draft.token_bytes), 1),
             float(frequencies[is_common].sum() / max(frequencies.sum(), 1e-9)),
         )
 
@@ -129,25 +128,49 @@ def _pair_markers(target: Spelling, draft: Spelling) -> dict[int, int]:
     return paired
 
 
-def choose_method(config: SpeculativeConfig, coverage: Coverage) -> str:
-    """Returns `token` or `string`, as configured or as `auto` has it.
+@dataclass(frozen=True, slots=True)
+class VocabMethods:
+    """Which sessions are drafted for by `token`: those from a temperature on; others by `string`.
+
+    Attributes:
+        token_from: That temperature: 0 for all sessions, infinite for none.
+    """
+
+    token_from: float
+
+    def at(self, temperature: float) -> str:
+        """Returns the method for sessions of a temperature."""
+        return "token" if temperature >= self.token_from else "string"
+
+    @property
+    def all(self) -> Sequence[str]:
+        """Those in use."""
+        return list(dict.fromkeys((self.at(0), self.at(MAX_TEMPERATURE))))
+
+    @property
+    def summary(self) -> str:
+        """The method in use, or `auto` for both."""
+        return self.all[0] if len(self.all) == 1 else "auto"
+
+
+def choose_methods(config: SpeculativeConfig, coverage: Coverage) -> VocabMethods:
+    """Returns the methods as configured, or as `auto` has it from what was measured.
 
     Text makes longer blocks than single tokens do, but its drafts are greedy. Drafts that are
-    coupled gain where hardly a token is missing; those that need a law have one as tokens only.
+    sampled gain where hardly a token is missing; elsewhere they are worth less than text.
     """
-    if config.heterogeneous_vocab_method != "auto":
-        return config.heterogeneous_vocab_method
-    if config.draft_sample_method == "probabilistic":
-        return "token"
-    is_coupled = config.draft_sample_method == "coupled"
-    return "token" if is_coupled and coverage.weighted >= _ENOUGH_TO_COUPLE else "string"
+    method = config.heterogeneous_vocab_method
+    if method != "auto":
+        return VocabMethods(method, method)
+    is_sampled = config.draft_sample_method != "greedy" and coverage.weighted >= ENOUGH_TO_SAMPLE
+    return VocabMethods("string", "token" if is_sampled else "string")
 
 
-def coverage_problems(coverage: Coverage, method: str) -> list[str]:
-    """Returns why vocabularies have too little in common for `token` or `string`."""
+def coverage_problems(coverage: Coverage, methods: VocabMethods) -> list[str]:
+    """Returns why vocabularies have too little in common for the methods chosen."""
     if not coverage.num_common:
         return [f"{_KEY}: the two vocabularies have no token in common, not even a byte"]
-    if method == "token" and coverage.weighted < MIN_COVERAGE:
+    if "token" in methods.all and coverage.weighted < MIN_COVERAGE:
         return [
             f"{_KEY}: token drafts what is a token of both models: {coverage.num_common} tokens, "
             f"about {coverage.weighted:.1%} of what the draft writes; it needs {MIN_COVERAGE:.0%}; "

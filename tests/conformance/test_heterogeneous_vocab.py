@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import GPT2Config
 
-from proposer_svc.foreign_vocabulary import FOREIGN_VOCABULARIES
+from proposer_svc.foreign_vocabulary import SESSION_VOCABULARIES
 from proposer_svc.proposer import ProposerCore, build_proposer
 from specgw.config import parse_config
 from specgw.engine.loading import ModelOptions, load_model
@@ -183,7 +183,7 @@ def test_a_round_feeds_what_is_new_however_long_the_context(
 def test_no_id_that_means_nothing_is_drafted(method: str) -> None:
     runner = load_target("target")
     mapping = mapping_of(runner, load_target("foreign"))
-    vocabulary = FOREIGN_VOCABULARIES[method](mapping, runner.description.vocab_fingerprint)
+    vocabulary = SESSION_VOCABULARIES[method](mapping)
     means_text = {*mapping.draft.token_bytes, *mapping.markers.values()}
 
     choices = vocabulary.choices(torch.zeros(1, 1792))[0].isfinite().nonzero().squeeze(1)

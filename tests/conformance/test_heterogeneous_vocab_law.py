@@ -109,7 +109,7 @@ def laws_in(block: Sequence[DraftToken]) -> Iterator[TokenProbs]:
 
 def run(mapping: VocabMapping, by_block: bool, count: int = COUNT) -> Found:
     target_logits, draft_logits = logits_of(mapping)
-    vocabulary = TokenVocabulary(mapping, "")
+    vocabulary = TokenVocabulary(mapping)
     test = BlockTest(Acceptance(uses_draft_probs=True, by_block=by_block))
     num_accepted, tokens = [], []
     for begin in range(0, count, AT_ONCE):

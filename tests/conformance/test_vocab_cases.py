@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from proposer_svc.foreign_vocabulary import FOREIGN_VOCABULARIES
+from proposer_svc.foreign_vocabulary import SESSION_VOCABULARIES
 from proposer_svc.proposer import ProposerCore
 from proposer_svc.session_table import Session
 from specgw.check import check
@@ -256,7 +256,7 @@ def test_v8_text_that_only_the_target_has_tokens_for_is_retokenized(method: str)
 def test_v10_a_drafted_id_is_the_targets_or_is_not_sent(method: str) -> None:
     target, draft = load_target("target"), load_target("foreign")
     mapping = mapping_of(target, draft)
-    vocabulary = FOREIGN_VOCABULARIES[method](mapping, target.description.vocab_fingerprint)
+    vocabulary = SESSION_VOCABULARIES[method](mapping)
     context = vocabulary.open_context(Session("v", 1, prompts(target)[0], target.vocab_size))
     choices = vocabulary.choices(torch.zeros(1, draft.vocab_size))
 

@@ -1,13 +1,15 @@
 """What a block of draft tokens is to a target with another vocabulary."""
 
+import math
+
 import pytest
 
 from proposer_svc.draft_vocabulary import DraftContext
-from proposer_svc.foreign_vocabulary import FOREIGN_VOCABULARIES
+from proposer_svc.foreign_vocabulary import SESSION_VOCABULARIES, ForeignVocabulary
 from proposer_svc.session_table import Session
 from specgw.speculative_config import SpeculativeConfig
 from specgw.types import ModelDescription
-from specgw.vocab_mapping import Coverage, VocabMapping, choose_method, map_vocabs
+from specgw.vocab_mapping import Coverage, VocabMapping, VocabMethods, choose_methods, map_vocabs
 from tests.spellings import EXACT, spelling
 
 TARGET, DRAFT = "byte-level", "SentencePiece"
@@ -19,7 +21,7 @@ def mapping(target: str = TARGET, draft: str = DRAFT) -> VocabMapping:
 
 def open_context(mapped: VocabMapping, method: str, text: bytes = b"the dog") -> DraftContext:
     context = mapped.target.encode(text).ids
-    return FOREIGN_VOCABULARIES[method](mapped, "").open_context(Session("v", 1, context, 1024))
+    return SESSION_VOCABULARIES[method](mapped).open_context(Session("v", 1, context, 1024))
 
 
 def described(fingerprint: str, vocab_size: int = 1024) -> ModelDescription:
@@ -66,9 +68,11 @@ def test_the_end_of_the_text_is_the_targets_end() -> None:
     assert mapped.target.spell(block) == b" dog"
 
 
-@pytest.mark.parametrize("method", ["token", "string"])
-def test_a_target_with_another_vocabulary_than_the_configured_one_is_refused(method: str) -> None:
-    vocabulary = FOREIGN_VOCABULARIES[method](mapping(), "a" * 64)
+@pytest.mark.parametrize("token_from", [0, 0.5, math.inf])
+def test_a_target_with_another_vocabulary_than_the_configured_one_is_refused(
+    token_from: float,
+) -> None:
+    vocabulary = ForeignVocabulary(mapping(), VocabMethods(token_from), "a" * 64)
 
     assert vocabulary.mismatches(described("a" * 64)) == []
     assert vocabulary.mismatches(described("")) == []
