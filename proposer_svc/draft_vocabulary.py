@@ -80,7 +80,8 @@ class DraftVocabulary(Protocol):
         takes_samples: Whether the drafts of any session may be sampled.
     """
 
-    takes_samples: bool
+    @property
+    def takes_samples(self) -> bool: ...
 
     @property
     def summary(self) -> VocabMappingSummary | None: ...

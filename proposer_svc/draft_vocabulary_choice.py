@@ -40,12 +40,12 @@ def build_vocabulary(args: EngineArgs, draft_model: ModelDescription) -> DraftVo
     logger.info(
         "the draft's vocabulary is mapped",
         extra={
-            "greedy_method": methods.greedy,
-            "sampled_method": methods.sampled,
+            "method": str(methods),
             "common_tokens": mapping.coverage.num_common,
             "target_coverage": round(mapping.coverage.of_target, 3),
             "draft_coverage": round(mapping.coverage.of_draft, 3),
-            "weighted_coverage": round(mapping.coverage.weighted, 3),
+            "draft_text_coverage": round(mapping.coverage.of_draft_text, 3),
+            "target_text_coverage": round(mapping.coverage.of_target_text, 3),
         },
     )
     return ForeignVocabulary(mapping, methods, vocab_fingerprint(target_dir))

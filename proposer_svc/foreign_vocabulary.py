@@ -24,8 +24,7 @@ _MAX_DRAFTS_PER_TOKEN = 2  # of a block; a word of many draft tokens would hold 
 
 
 class ForeignVocabulary:
-    """Implements `DraftVocabulary`: each session is drafted for by the method of its temperature.
-    """
+    """Implements `DraftVocabulary`; a session's temperature says by which method it is drafted."""
 
     def __init__(
         self, mapping: VocabMapping, methods: VocabMethods, target_fingerprint: str

@@ -53,7 +53,7 @@ STEPS = {
     "target": 400,
     "draft_corpus": 1000,
     "draft": 1000,
-    "pard": 1500,
+    "pard": 700,
     "foreign_corpus": 350,
     "foreign": 300,
 }
@@ -179,11 +179,11 @@ def train_pard(recipe: Recipe) -> None:
         "--text": write_texts(recipe.work / "train.jsonl", corpus.train),
         "--held-out": write_texts(recipe.work / "held_out.jsonl", corpus.held_out),
         "--out": recipe.out / "pard",
-        "--work": recipe.work / "pard",
+        "--work": recipe.work,  # with the rollouts that the draft learnt from
         "--mask-token-id": MASK_ID,
         "--learning-rate": 4e-3,
         "--steps": recipe.scaled(STEPS["pard"]),
-        "--num-rollouts": recipe.scaled(2 * NUM_ROLLOUTS),
+        "--num-rollouts": recipe.scaled(NUM_ROLLOUTS),
         "--num-held-out": evaluation.NUM_PROMPTS,
         "--seed": recipe.seed,
     }

@@ -136,7 +136,7 @@ def test_a_session_with_a_salt_shares_nothing() -> None:
 
 
 def test_what_follows_the_prompt_is_remembered_however_often_a_session_is_opened() -> None:
-    """Opened anew, a session has a part of its answer already: not a second answer, nor a prompt."""
+    """Opened anew, a session has a part of its answer already: no second answer, and no prompt."""
     proposer = build("suffix")
     proposer.apply("v", ProposeStep(open=[OpenSession(1, [1, 2, 3], prompt_length=3)]))
     drafted(proposer, Commit(1, 3, [10, 11], 4))
