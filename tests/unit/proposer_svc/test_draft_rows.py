@@ -61,7 +61,7 @@ def test_what_was_drafted_ahead_begins_the_next_block(has_laws: bool) -> None:
 
 @pytest.mark.parametrize(("has_laws", "left"), [(False, [6]), (True, [])])
 def test_a_token_drawn_for_another_place_is_not_offered(has_laws: bool, left: list[int]) -> None:
-    """The target's two tokens are three here: what follows was drawn with the next one's numbers."""
+    """The target's two tokens are three here: what follows was drawn with another's numbers."""
     rows = ahead_of_a_block([3, 4, 5], has_laws=has_laws)
 
     rows.extend([30, 40])
