@@ -4,10 +4,9 @@
 are folded into query rows, [num_kv_heads, 1, num_rows * group, head_dim], which on a CPU takes a
 tenth of the time of `enable_gqa` (0.033 ms against 0.33 ms for one row of a 1.5 B model).
 
-Where there is a compiled operator, it computes the rows of all sequences that decode or verify in
-one call, each row by itself: what a token attends to does not depend on the drafts beside it,
-however many they are. Longer chunks of prompts take the other way, which is up to three times as
-fast for them.
+Where there is a compiled operator, it computes all rows of all sequences in one call, each row by
+itself: what a token attends to does not depend on the rows beside it, be they drafts, other
+sequences or pieces of a prompt.
 """
 
 from collections.abc import Sequence
@@ -18,10 +17,10 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from specgw.engine import cpu_kernels
+from specgw.engine.cpu_kernels import PagedRows
 from specgw.engine.kv_cache import KVCache, SequenceCache
 
 _MAX_FOLDED_ROWS = 256
-_MAX_SINGLE_ROWS = 32  # of a sequence's rows without logits; more are a chunk of a prompt
 
 
 class CausalMasks:
@@ -59,18 +58,10 @@ class CausalMasks:
 
 @dataclass(frozen=True, slots=True)
 class SequenceRows:
-    """The rows of one sequence in a batch: those without logits first, then those with."""
+    """The new rows of one sequence in a batch."""
 
     cache: SequenceCache
     num_rows: int
-    num_logits: int
-
-    def num_joint(self, max_single: int) -> int:
-        """Returns how many of the first rows are computed together, not each by itself."""
-        num_others = self.num_rows - self.num_logits
-        if max_single == 0:
-            return self.num_rows
-        return num_others if num_others > max_single else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,22 +76,6 @@ class _Segment:
     mask: Tensor | None
 
 
-@dataclass(frozen=True, slots=True)
-class _SingleRows:
-    """Rows that are computed each by itself, as `cpu_kernels.attend` takes them."""
-
-    blocks: Tensor
-    rows: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """How the batch is computed: whole segments, and single rows."""
-
-    segments: list[_Segment]
-    single_rows: _SingleRows | None
-
-
 class BatchAttention:
     """The attention of one forward pass: which rows of the batch belong to which sequence."""
 
@@ -111,11 +86,12 @@ class BatchAttention:
         slots: Tensor,  # [num_tokens]
         parts: Sequence[SequenceRows],
     ) -> None:
-        self._kv_cache = kv_cache
+        self.kv_cache = kv_cache
         self._masks = masks
         self._slots = slots
         self._parts = parts
-        self._plans: dict[tuple[int, int | None], _Plan] = {}
+        self._rows: PagedRows | None = None
+        self._segments: dict[tuple[int, int | None], list[_Segment]] = {}
 
     def __call__(
         self,
@@ -129,51 +105,42 @@ class BatchAttention:
 
         A window of n lets a row see itself and the n - 1 rows before it.
         """
-        pool = self._kv_cache.layers[layer]
+        pool = self.kv_cache.layers[layer]
         pool.index_copy_(0, self._slots, keys_values)
         group = query.shape[1] * 2 // keys_values.shape[1]
-        plan = self._plans.get((group, window)) or self._plan(group, window)
-        if plan.single_rows is None and len(plan.segments) == 1:
-            return _attend(query, pool, plan.segments[0], group, scale)
+        if cpu_kernels.is_usable(pool) and cpu_kernels.can_attend(pool.shape[-1]):
+            return cpu_kernels.attend(query, pool, self.rows, window, scale)
+        segments = self._segments.get((group, window)) or self._cut_segments(group, window)
+        if len(segments) == 1:
+            return _attend(query, pool, segments[0], group, scale)
         output = query.new_empty(len(query), query.shape[1] * query.shape[2])
-        for s in plan.segments:
+        for s in segments:
             output[s.start : s.end] = _attend(query[s.start : s.end], pool, s, group, scale)
-        if (single := plan.single_rows) is not None:
-            cpu_kernels.attend(query, pool, single.blocks, single.rows, output, scale)
         return output
 
-    def _plan(self, group: int, window: int | None) -> _Plan:
-        pool = self._kv_cache.layers[0]
-        max_single = 0
-        if cpu_kernels.is_usable(pool) and cpu_kernels.can_attend(group, pool.shape[-1]):
-            max_single = _MAX_SINGLE_ROWS
-        plan = _Plan(
-            self._cut_segments(group, window, max_single), self._single_rows(window, max_single)
-        )
-        self._plans[group, window] = plan
-        return plan
+    @property
+    def rows(self) -> PagedRows:
+        """All rows, each to be computed by itself."""
+        if self._rows is None:
+            blocks: list[int] = []
+            tables: list[int] = []
+            positions: list[int] = []
+            for part in self._parts:
+                length = part.cache.length
+                tables += [len(blocks)] * part.num_rows
+                positions += range(length, length + part.num_rows)
+                blocks += part.cache.blocks
+            self._rows = PagedRows(
+                torch.tensor(blocks), torch.tensor(tables), torch.tensor(positions), self._slots
+            )
+        return self._rows
 
-    def _single_rows(self, window: int | None, max_single: int) -> _SingleRows | None:
-        blocks: list[int] = []
-        rows: list[tuple[int, int, int, int]] = []
-        row = 0
+    def _cut_segments(self, group: int, window: int | None) -> list[_Segment]:
+        """Cuts the rows into segments of bounded size."""
+        segments, row = [], 0
         for part in self._parts:
-            for i in range(part.num_joint(max_single), part.num_rows):
-                last = part.cache.length + i + 1
-                first = 0 if window is None else max(0, last - window)
-                rows.append((row + i, len(blocks), first, last))
-            blocks += part.cache.blocks
-            row += part.num_rows
-        if not rows:
-            return None
-        return _SingleRows(torch.tensor(blocks), torch.tensor(rows).T.contiguous())
-
-    def _cut_segments(self, group: int, window: int | None, max_single: int) -> list[_Segment]:
-        """Cuts what is not computed in single rows into segments of bounded size."""
-        segments, first_row = [], 0
-        for part in self._parts:
-            cache, row = part.cache, first_row
-            length, end = cache.length, row + part.num_joint(max_single)
+            cache = part.cache
+            length, end = cache.length, row + part.num_rows
             while row < end:
                 num = min(max_rows(group), end - row)
                 length += num
@@ -181,7 +148,7 @@ class BatchAttention:
                 mask = self._masks.get(num, length - first, group, window) if num > 1 else None
                 segments.append(_Segment(cache, row, row + num, first, length, mask))
                 row += num
-            first_row += part.num_rows
+        self._segments[group, window] = segments
         return segments
 
 

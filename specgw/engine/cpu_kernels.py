@@ -11,14 +11,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
-_BLOCK = 64  # output columns that lie together in packed weights
-_MAX_GROUP, _MAX_HEAD_DIM = 16, 256
+_BLOCK = 48  # output columns that lie together in packed weights
+_MAX_HEAD_DIM = 256
 _MULTIPLE = 32  # of which a head's size must be a multiple
 
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
@@ -27,9 +28,8 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "specgw_quantize": (*[_POINTER] * 3, *[_INT] * 2),
     "specgw_int8_linear": (*[_POINTER] * 8, *[_INT] * 3),
     "specgw_rms_norm": (*[_POINTER] * 3, *[_INT] * 2, _FLOAT),
-    "specgw_silu_mul": (*[_POINTER] * 2, *[_INT] * 2),
-    "specgw_rotate": (*[_POINTER] * 3, *[_INT] * 4),
-    "specgw_attend": (*[_POINTER] * 8, *[_INT] * 5, _FLOAT),
+    "specgw_attend": (*[_POINTER] * 6, *[_INT] * 6, _FLOAT),
+    "specgw_run_layers": (*[_POINTER] * 2, _INT, *[_POINTER] * 4),
 }
 
 
@@ -63,9 +63,9 @@ def is_usable(tensor: Tensor) -> bool:
     return bool(_operators) and tensor.dtype == torch.bfloat16 and tensor.device.type == "cpu"
 
 
-def can_attend(group: int, head_dim: int) -> bool:
-    """Whether `attend` and `rotate_` know heads of this size, of which a key head has `group`."""
-    return group <= _MAX_GROUP and head_dim <= _MAX_HEAD_DIM and head_dim % _MULTIPLE == 0
+def can_attend(head_dim: int) -> bool:
+    """Whether `attend` and `run_layers` know heads of this size."""
+    return head_dim <= _MAX_HEAD_DIM and head_dim % _MULTIPLE == 0
 
 
 def pack(weight: Tensor) -> Tensor:
@@ -181,6 +181,23 @@ def int8_linear(
     return output
 
 
+@dataclass(frozen=True, slots=True)
+class PagedRows:
+    """Rows of several sequences and where their keys and values are; int64.
+
+    Attributes:
+        blocks: The block tables of all sequences, one after the other.
+        tables: [num_rows], where the block table of a row's sequence begins.
+        positions: [num_rows], a row's place in its sequence.
+        slots: [num_rows], where a row's own keys and values are stored.
+    """
+
+    blocks: Tensor
+    tables: Tensor
+    positions: Tensor
+    slots: Tensor
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Returns the rows of x [..., size] at unit root mean square, times the weight [size]."""
     x = x.contiguous()
@@ -191,51 +208,53 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return output
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """Returns silu(gate) * up, [num_rows, size], where a row of gate_up is a gate, then an up."""
-    gate_up = gate_up.contiguous()
-    num_rows, size = len(gate_up), gate_up.shape[1] // 2
-    output = gate_up.new_empty(num_rows, size)
-    _operators["specgw_silu_mul"](gate_up.data_ptr(), output.data_ptr(), num_rows, size)
-    return output
-
-
-def rotate_(
-    x: Tensor,  # [num_rows, num_heads, head_dim], rows may be apart
-    table: Tensor,  # [num_positions, 2, 1, head_dim]
-    positions: Tensor,  # [num_rows], int64
-) -> None:
-    """Rotates each row in place by the cosines and sines of its position."""
-    num_rows, num_heads, head_dim = x.shape
-    pointers = x.data_ptr(), table.data_ptr(), positions.data_ptr()
-    _operators["specgw_rotate"](*pointers, num_rows, num_heads, head_dim, x.stride(0))
-
-
 def attend(
-    query: Tensor,  # [all rows, num_heads, head_dim], rows may be apart
+    query: Tensor,  # [num_rows, num_heads, head_dim], rows may be apart
     pool: Tensor,  # [num_slots, 2 * num_kv_heads, head_dim]
-    blocks: Tensor,  # block tables of all sequences, int64
-    rows: Tensor,  # [4, num_rows], int64: which row, its table's start, first and last row it sees
-    output: Tensor,  # [all rows, num_heads * head_dim]
+    rows: PagedRows,
+    window: int | None,
     scale: float,
-) -> None:
-    """Writes the attention of some rows into the output, each independent of the others."""
-    _, num_heads, head_dim = query.shape
+) -> Tensor:  # [num_rows, num_heads * head_dim]
+    """Returns the attention of the rows, each independent of the others.
+
+    A row sees those of its sequence up to itself, at most `window` of them.
+    """
+    num_rows, num_heads, head_dim = query.shape
     kv_heads = pool.shape[1] // 2
-    which, tables, firsts, lasts = (part.data_ptr() for part in rows.unbind())
+    output = query.new_empty(num_rows, num_heads * head_dim)
     _operators["specgw_attend"](
         query.data_ptr(),
         pool.data_ptr(),
-        blocks.data_ptr(),
-        which,
-        tables,
-        firsts,
-        lasts,
+        rows.blocks.data_ptr(),
+        rows.tables.data_ptr(),
+        rows.positions.data_ptr(),
         output.data_ptr(),
-        rows.shape[1],
+        num_rows,
         kv_heads,
         num_heads // kv_heads,
         head_dim,
         query.stride(0),
+        window or 0,
         scale,
+    )
+    return output
+
+
+def run_layers(
+    layers: "ctypes.Array[Any]",
+    pools: "ctypes.Array[ctypes.c_void_p]",
+    shape: ctypes.Structure,
+    rows: ctypes.Structure,
+    hidden: Tensor,  # [num_rows, hidden], changed in place
+    scratch: ctypes.Structure,
+) -> None:
+    """Runs decoder layers; `compiled_layers.py` has the structures."""
+    _operators["specgw_run_layers"](
+        ctypes.addressof(layers),
+        ctypes.addressof(pools),
+        len(layers),
+        ctypes.addressof(shape),
+        ctypes.addressof(rows),
+        hidden.data_ptr(),
+        ctypes.addressof(scratch),
     )

@@ -1,11 +1,12 @@
 """The decoder of the Llama family: Llama, Mistral, Qwen2, Qwen3 and what shares their layout.
 
 The arithmetic of transformers' modeling code in fewer and larger operators: one product for
-queries, keys and values, one for gate and up, one rotation for queries and keys. `loading.py`
-decides which checkpoints run here; `model_runner.py` calls it.
+queries, keys and values, one for gate and up, one rotation for queries and keys; on a CPU with
+compiled operators all layers in one call (`compiled_layers.py`). `loading.py` decides which
+checkpoints run here; `model_runner.py` calls it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -16,6 +17,12 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from specgw.engine import cpu_kernels
 from specgw.engine.attention import Batch, BatchAttention
 from specgw.engine.checkpoint import Checkpoint
+from specgw.engine.compiled_layers import (
+    CompiledLayers,
+    LayerShape,
+    LayerWeights,
+    can_compile,
+)
 from specgw.engine.linear import Linear, build_linear
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -68,12 +75,16 @@ class Decoder:
         is_shared = tied and self._lm_head.can_look_up
         self._embedding = None if is_shared else embedding
         self._rotations = _rotations(config, max_model_len).to(embedding)
+        self._compiled = _compile(config, self._layers, self._rotations)
 
     def __call__(self, batch: Batch) -> Tensor:  # [num_logits, vocab_size]
         hidden = self._embed(batch.token_ids)  # [num_tokens, hidden_size]
-        rotation = _Rotation(self._rotations, batch.positions)
-        for layer in self._layers:
-            hidden = layer(hidden, rotation, batch.attention)
+        if self._compiled is not None and isinstance(batch.attention, BatchAttention):
+            hidden = self._compiled(hidden, batch.attention.kv_cache, batch.attention.rows)
+        else:
+            rotation = _Rotation(self._rotations, batch.positions)
+            for layer in self._layers:
+                hidden = layer(hidden, rotation, batch.attention)
         if batch.hidden is not None:
             batch.hidden.append(self._norm(hidden))
         if batch.logit_rows is not None:
@@ -136,34 +147,33 @@ class _Layer:
         query, keys_values = qkv.split_with_sizes(self._split, 1)
         attended = attend(self._index, query, keys_values, self._scale, self._window)
         hidden = self._output(attended, residual=hidden)
-        return self._down(_silu_mul(self._gate_up(self._mlp_norm(hidden))), residual=hidden)
+        gate, up = self._gate_up(self._mlp_norm(hidden)).chunk(2, -1)
+        return self._down(F.silu(gate).mul_(up), residual=hidden)
 
-
-def _silu_mul(gate_up: Tensor) -> Tensor:
-    if cpu_kernels.is_usable(gate_up):
-        return cpu_kernels.silu_mul(gate_up)
-    gate, up = gate_up.chunk(2, -1)
-    return F.silu(gate).mul_(up)
+    @property
+    def weights(self) -> LayerWeights:
+        """What `CompiledLayers` takes."""
+        return LayerWeights(
+            self._attention_norm.weight,
+            None if self._head_norm is None else self._head_norm.weight,
+            self._mlp_norm.weight,
+            self._qkv,
+            self._output,
+            self._gate_up,
+            self._down,
+            self._window,
+        )
 
 
 class _Rotation:
     """Turns the halves of heads against each other by the positions of one batch's rows."""
 
     def __init__(self, table: Tensor, positions: Tensor) -> None:
-        self._table = table
-        self._positions = positions
-        self._is_compiled = cpu_kernels.is_usable(table) and cpu_kernels.can_attend(
-            1, table.shape[-1]
-        )
-        if not self._is_compiled:
-            self._cos, self._sin = table.index_select(0, positions).unbind(1)
+        self._cos, self._sin = table.index_select(0, positions).unbind(1)
 
     def apply_(self, heads: Tensor) -> None:  # [num_tokens, num_heads, head_dim]
-        if self._is_compiled:
-            cpu_kernels.rotate_(heads, self._table, self._positions)
-        else:
-            turned = heads.roll(heads.shape[-1] // 2, -1)
-            torch.addcmul(heads * self._cos, turned, self._sin, out=heads)
+        turned = heads.roll(heads.shape[-1] // 2, -1)
+        torch.addcmul(heads * self._cos, turned, self._sin, out=heads)
 
 
 class _RMSNorm:
@@ -175,21 +185,21 @@ class _RMSNorm:
 
     def __init__(self, weight: Tensor, eps: float) -> None:
         self._eps = eps
-        self._weight = weight  # [size]
+        self.weight = weight  # [size]
         self._is_compiled = cpu_kernels.is_usable(weight)
         self._on_cpu = weight.device.type == "cpu"
         if self._on_cpu and not self._is_compiled:
-            self._weight = torch.stack((weight, weight))
+            self._mirrored = torch.stack((weight, weight))
             self._signs = torch.tensor([[1.0], [-1.0]], dtype=weight.dtype)
 
     def __call__(self, x: Tensor) -> Tensor:  # [..., size]
         if self._is_compiled:
-            return cpu_kernels.rms_norm(x, self._weight, self._eps)
+            return cpu_kernels.rms_norm(x, self.weight, self._eps)
         if self._on_cpu:
             mirrored = x.unsqueeze(-2) * self._signs  # [..., 2, size]
-            shape = self._weight.shape
-            return F.layer_norm(mirrored, shape, self._weight, None, self._eps).select(-2, 0)
-        return F.rms_norm(x, self._weight.shape, self._weight, self._eps)
+            shape = self._mirrored.shape
+            return F.layer_norm(mirrored, shape, self._mirrored, None, self._eps).select(-2, 0)
+        return F.rms_norm(x, self.weight.shape, self.weight, self._eps)
 
 
 class _HeadNorm:
@@ -199,7 +209,7 @@ class _HeadNorm:
         query = weights.take(f"{name}.q_norm.weight", head_dim(config))
         key = weights.take(f"{name}.k_norm.weight", head_dim(config))
         self._norm = _RMSNorm(torch.ones_like(query), config.rms_norm_eps)
-        self._weight = torch.cat(
+        self.weight = torch.cat(
             (
                 query.expand(config.num_attention_heads, -1),
                 key.expand(num_kv_heads(config), -1),
@@ -207,7 +217,26 @@ class _HeadNorm:
         )
 
     def __call__(self, x: Tensor) -> Tensor:  # [num_tokens, num_heads + num_kv_heads, head_dim]
-        return self._norm(x) * self._weight
+        return self._norm(x) * self.weight
+
+
+def _compile(
+    config: PreTrainedConfig, layers: Sequence[_Layer], rotations: Tensor
+) -> CompiledLayers | None:
+    size = head_dim(config)
+    shape = LayerShape(
+        heads=config.num_attention_heads,
+        kv_heads=num_kv_heads(config),
+        head_dim=size,
+        hidden=config.hidden_size,
+        inner=config.intermediate_size,
+        eps=config.rms_norm_eps,
+        scale=size**-0.5,
+    )
+    weights = [layer.weights for layer in layers]
+    if not all(can_compile(layer, shape) for layer in weights):
+        return None
+    return CompiledLayers(weights, shape, rotations)
 
 
 def _norm(config: PreTrainedConfig, weights: Checkpoint, name: str) -> _RMSNorm:

@@ -43,9 +43,9 @@ def build_linear(weight: Tensor, bias: Tensor | None = None, *, is_int8: bool = 
     """
     weight, bias = weight.detach(), None if bias is None else bias.detach()
     if is_int8 and can_be_int8(weight):
-        return _Int8Linear(weight, bias)
+        return Int8Linear(weight, bias)
     if cpu_kernels.is_usable(weight) and weight.shape[1] % 2 == 0:
-        return _CompiledLinear(weight, bias)
+        return CompiledLinear(weight, bias)
     if _can_use_onednn(weight):
         return _OneDnnLinear(weight, bias)
     return _PlainLinear(weight, bias)
@@ -89,41 +89,43 @@ class _OneDnnLinear:
         raise NotImplementedError("oneDNN's layout is its own")
 
 
-class _CompiledLinear:
+class CompiledLinear:
+    """Weights in bfloat16, laid out for `cpu_kernels.linear`."""
+
     is_packed = True
     can_look_up = True
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self._num_columns = len(weight)
-        self._weight = cpu_kernels.pack(weight)
-        self._bias = bias
+        self.num_columns = len(weight)
+        self.weight = cpu_kernels.pack(weight)
+        self.bias = bias
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         rows = x.flatten(0, -2) if x.dim() > 2 else x
-        output = cpu_kernels.linear(rows, self._weight, self._bias, residual, self._num_columns)
-        return output.view(*x.shape[:-1], self._num_columns) if x.dim() > 2 else output
+        output = cpu_kernels.linear(rows, self.weight, self.bias, residual, self.num_columns)
+        return output.view(*x.shape[:-1], self.num_columns) if x.dim() > 2 else output
 
     def rows(self, ids: Tensor) -> Tensor:
-        return cpu_kernels.unpack_rows(self._weight, ids)
+        return cpu_kernels.unpack_rows(self.weight, ids)
 
 
-class _Int8Linear:
+class Int8Linear:
     """Rounds each output column's weights, and each row of the input, to 255 steps of its own."""
 
     is_packed = True
     can_look_up = True
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self._weights = cpu_kernels.pack_int8(weight)
-        self._bias = bias
+        self.weights = cpu_kernels.pack_int8(weight)
+        self.bias = bias
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         rows = x.flatten(0, -2) if x.dim() > 2 else x
-        output = cpu_kernels.int8_linear(rows, self._weights, self._bias, residual)
-        return output.view(*x.shape[:-1], self._weights.num_columns) if x.dim() > 2 else output
+        output = cpu_kernels.int8_linear(rows, self.weights, self.bias, residual)
+        return output.view(*x.shape[:-1], self.weights.num_columns) if x.dim() > 2 else output
 
     def rows(self, ids: Tensor) -> Tensor:
-        return cpu_kernels.unpack_int8_rows(self._weights, ids)
+        return cpu_kernels.unpack_int8_rows(self.weights, ids)
 
 
 def _can_use_onednn(weight: Tensor) -> bool:

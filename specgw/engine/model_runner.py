@@ -98,9 +98,7 @@ class ModelRunner:
             slots.extend(chunk.cache.slot_ids(start, end))
             logit_rows.extend(range(len(token_ids) - chunk.num_logits, len(token_ids)))
         ids, at, into = torch.tensor((token_ids, positions, slots)).to(self.device).unbind()
-        parts = [
-            SequenceRows(chunk.cache, len(chunk.token_ids), chunk.num_logits) for chunk in chunks
-        ]
+        parts = [SequenceRows(chunk.cache, len(chunk.token_ids)) for chunk in chunks]
         rows = None
         if len(logit_rows) < len(token_ids):
             rows = torch.tensor(logit_rows, dtype=torch.int64, device=self.device)

@@ -40,7 +40,7 @@ def attend(
         slots += cache.slot_ids(cache.length, cache.length + len(rows))
     counts = [(cache, len(rows)) for cache, rows in parts]
     qkv = torch.cat([rows for _, rows in parts])
-    sizes = [SequenceRows(cache, count, 1) for cache, count in counts]
+    sizes = [SequenceRows(cache, count) for cache, count in counts]
     attention = BatchAttention(pool, masks, torch.tensor(slots), sizes)
     output = attention(0, qkv[:, :NUM_HEADS], qkv[:, NUM_HEADS:], SCALE, window)
     for cache, count in counts:
