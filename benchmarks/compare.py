@@ -3,9 +3,9 @@
     python -m benchmarks.compare --target DIR --draft DIR --prompts FILE -k 7 --batch-size 1
 
 Every repetition gives the next prompts to every system in turn, starting with another one each
-time; only one system computes at a time. Greedy, past the end token, prefill included. Systems are
-measured as they are used: the three specgw processes by an HTTP client, engines in process
-(`specgw.LLM`, transformers, vLLM) by their own clock.
+time; only one system computes at a time. Greedy unless a temperature is given, past the end token,
+prefill included. Systems are measured as they are used: the three specgw processes by an HTTP
+client, engines in process (`specgw.LLM`, transformers, vLLM) by their own clock.
 """
 
 import json
@@ -62,6 +62,7 @@ class Plan:
     repetitions: int
     threads: int
     dtype: str
+    temperature: float = 0.0
 
     def speculative_config(self, draft_tokens: int) -> dict[str, Any]:
         """Returns vLLM's configuration of the drafts, for vLLM and for specgw."""
@@ -136,7 +137,8 @@ def _common_arguments(plan: Plan) -> dict[str, Any]:
 def start_specgw(plan: Plan, base: Mapping[str, Any], work: Path) -> Iterator[list[System]]:
     """Starts one server and returns it as one system without drafts and one for each K."""
     click.echo("starting specgw", err=True)
-    with run_specgw(specgw_config(plan, base, free_port()), work, _START_S) as server:
+    config = specgw_config(plan, base, free_port())
+    with run_specgw(config, work, _START_S, plan.temperature) as server:
         yield [
             SpecgwSystem(SystemId("specgw", draft_tokens), server)
             for draft_tokens in (0, *plan.draft_tokens)
@@ -287,6 +289,7 @@ _PEERS = ("specgw", "transformers")
 @click.option("--repetitions", type=_COUNT, default=8, show_default=True)
 @click.option("--threads", type=_COUNT, default=os.cpu_count(), help="For every system.")
 @click.option("--dtype", default="bfloat16", show_default=True)
+@click.option("--temperature", type=click.FloatRange(min=0), default=0.0, help="specgw alone.")
 @click.option("--out", type=_OUTPUT, help="JSON with every run.")
 @click.option("--plot", type=_OUTPUT, help="PNG with a bar for every system.")
 def main(
@@ -303,6 +306,8 @@ def main(
 ) -> None:
     """Starts the systems, measures them, stops them, reports."""
     plan = Plan(speculation=json.loads(speculation), **plan_options)
+    if plan.temperature > 0 and (vllm_python or {*peers} & {*_PEERS}):
+        raise click.UsageError("--temperature is for specgw alone: --peer none, no --vllm-python")
     prompts = read_prompts(prompts_file, plan.target, raw)
     base = yaml.safe_load(specgw_config.read_text()) if specgw_config else {}
     environment = parse_environment(vllm_env, plan.threads)
@@ -315,7 +320,7 @@ def main(
             runs = run_rounds(systems, prompts, plan)
     except SystemFailed as error:
         raise click.ClickException(str(error)) from None
-    comparisons = compare_outputs(runs, plan.target)
+    comparisons = compare_outputs(runs, plan.target) if plan.temperature == 0 else []
     click.echo(render_table(runs))
     click.echo(render_times(runs))
     click.echo(render_differences(comparisons))

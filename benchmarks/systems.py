@@ -105,6 +105,7 @@ class SpecgwServer:
     client: httpx.Client
     model: str
     metrics_url: str  # of the verifier
+    temperature: float = 0.0
 
     def complete(self, prompt: str, max_tokens: int, draft_tokens: int) -> Completion:
         """Completes one prompt with at most `draft_tokens` draft tokens a round."""
@@ -112,7 +113,8 @@ class SpecgwServer:
             "model": self.model,
             "prompt": prompt,
             "max_tokens": max_tokens,
-            "temperature": 0,
+            "temperature": self.temperature,
+            "seed": 0,
             "ignore_eos": True,
             "return_token_ids": True,
             "num_speculative_tokens": draft_tokens,
@@ -192,7 +194,9 @@ class SpecgwSystem:
 
 
 @contextmanager
-def run_specgw(config: Mapping[str, Any], work: Path, start_s: float) -> Iterator[SpecgwServer]:
+def run_specgw(
+    config: Mapping[str, Any], work: Path, start_s: float, temperature: float = 0.0
+) -> Iterator[SpecgwServer]:
     """Serves `config`, which must name `model`, `host` and `port`, until the block ends.
 
     The verifier's metrics are at `specgw.verifier.metrics_listen`, if the configuration has it.
@@ -207,7 +211,8 @@ def run_specgw(config: Mapping[str, Any], work: Path, start_s: float) -> Iterato
     ):
         wait_until_healthy(client, process, start_s)
         listen = config.get("specgw", {}).get("verifier", {}).get("metrics_listen", "")
-        yield SpecgwServer(process, client, config["model"], f"http://{listen}/metrics")
+        url = f"http://{listen}/metrics"
+        yield SpecgwServer(process, client, config["model"], url, temperature)
 
 
 def wait_until_healthy(client: httpx.Client, process: Process, start_s: float) -> None:

@@ -40,6 +40,9 @@ _SERVE_FLAGS: Mapping[tuple[str, ...], str] = {
         "enable_prompt_tokens_details"
     ),
     ("--gpu-memory-utilization",): "gpu_memory_utilization",
+    ("--attention-backend",): "attention_backend",
+    ("--enforce-eager/--no-enforce-eager",): "enforce_eager",
+    ("--max-cudagraph-capture-size",): "max_cudagraph_capture_size",
     ("--tensor-parallel-size", "-tp"): "tensor_parallel_size",
     ("--speculative-config", "-sc"): "speculative_config",
     ("--spec-method",): "spec_method",

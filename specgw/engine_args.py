@@ -10,7 +10,12 @@ from specgw.config_rules import Rule, Ruled
 from specgw.lookup.method import LOOKUP_METHODS
 from specgw.service_settings import SpecgwSettings
 from specgw.slots import extra_slots
-from specgw.speculative_config import DRAFT_MODEL_METHODS, PositiveInt, SpeculativeConfig
+from specgw.speculative_config import (
+    DRAFT_MODEL_METHODS,
+    PositiveInt,
+    SpeculativeConfig,
+    upper_backend,
+)
 from specgw.vllm_names import ALIASES, DEPRECATED_METHODS
 
 _ApiKey = Annotated[str, Field(min_length=1)]
@@ -172,7 +177,17 @@ class EngineArgs(Ruled):
     enable_prompt_tokens_details: bool = False
     """Tells clients in `usage.prompt_tokens_details` how much of a prompt was cached."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
-    """Share of a GPU's memory for weights and KV cache."""
+    """Share of a GPU's memory for weights, KV cache and what passes need beside them."""
+    attention_backend: Annotated[
+        Literal["FLASH_ATTN", "TORCH_SDPA"] | None, BeforeValidator(upper_backend)
+    ] = None
+    """The target's attention kernels on a GPU: `FLASH_ATTN` is flash-attn 3 or 2 if installed, else
+    torch's own; `TORCH_SDPA` copies contexts in every pass. None or `auto` takes the first that
+    works. On a CPU, None takes the compiled operators, which are far faster than `TORCH_SDPA`."""
+    enforce_eager: bool = False
+    """Runs every pass of either model without CUDA graphs."""
+    max_cudagraph_capture_size: PositiveInt = 512
+    """Most input rows, padding included, of a pass that runs as a CUDA graph."""
     tensor_parallel_size: PositiveInt = 1
     """GPUs for the target model."""
     speculative_config: Annotated[SpeculativeConfig | None, BeforeValidator(_json_or_mapping)] = (

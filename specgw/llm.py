@@ -65,8 +65,12 @@ class LLM:
         args = parse_config({"model": model, **options})
         settings = args.specgw.verifier
         self._tokenizer = load_tokenizer(args.tokenizer_path)
-        self._runner = load_model(target_options(args))
         has_proposer = args.speculative_config is not None and not args.drafts_locally
+        target = target_options(args)
+        if has_proposer:  # the draft takes what this leaves of a GPU's share
+            share = target.memory_fraction * (1 - args.specgw.proposer.embedded_memory_share)
+            target = replace(target, memory_fraction=share)
+        self._runner = load_model(target)
         self.proposer = build_proposer(args) if has_proposer else None
         self._links = [] if self.proposer is None else [InProcessLink(self.proposer)]
         acceptance = build_acceptance(args.speculative_config)

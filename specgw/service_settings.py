@@ -94,7 +94,8 @@ class ProposerSettings(Frozen):
     cpu_memory_fraction: Annotated[float, Field(gt=0, le=1)] = 0.25
     """Most of the host's memory for the KV cache of a model on the CPU."""
     embedded_memory_share: Annotated[float, Field(gt=0, lt=1)] = 0.25
-    """Part of `gpu_memory_utilization` for the draft when `specgw serve` starts both services."""
+    """Part of `gpu_memory_utilization` for the draft when `specgw serve` starts both services, and
+    in `specgw.LLM`."""
     run_ahead: Literal["auto", "on", "off"] = "auto"
     """Whether to draft beyond a block while the target tests it. `auto` means on a GPU, or where
     `listen` is for other machines: on shared cores it would slow the target. It pauses by itself

@@ -42,7 +42,8 @@ MAX_TREE_DEPTH = 24
 PositiveInt = Annotated[int, Field(ge=1)]
 
 
-def _backend(raw: Any) -> Any:
+def upper_backend(raw: Any) -> Any:
+    """Returns a backend's name as vLLM reads it; None for `auto`."""
     if not isinstance(raw, str):
         return raw
     return None if raw.lower() == "auto" else raw.upper()
@@ -131,12 +132,12 @@ class SpeculativeConfig(Ruled):
     """How the draft's weights are read."""
     kv_cache_dtype: CacheDType | None = None
     """Element type of the draft's KV cache. None means as for the target."""
-    attention_backend: Annotated[AttentionBackend | None, BeforeValidator(_backend)] = None
-    """The draft's attention kernels. None or `auto` chooses."""
+    attention_backend: Annotated[AttentionBackend | None, BeforeValidator(upper_backend)] = None
+    """The draft's attention kernels, as the top-level key's. None or `auto` chooses."""
     moe_backend: MoEBackend | None = None
     """The draft's kernels for experts. None means as for the target."""
     enforce_eager: bool | None = None
-    """Whether the draft runs without CUDA graphs."""
+    """Whether the draft runs without CUDA graphs. It does too if the top-level key says so."""
     disable_padded_drafter_batch: bool = False
     """Drafts with batches of unequal lengths."""
     disable_eagle_block_drop: bool = False

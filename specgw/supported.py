@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from specgw.vllm_names import RUNNABLE_ATTENTION
+
 
 @dataclass(frozen=True, slots=True)
 class Supported:
@@ -68,8 +70,11 @@ def _other_than(*methods: str) -> Callable[[Any], bool]:
 
 
 WITHOUT_EFFECT = (
-    WithoutEffect("enforce_eager", "specgw's engine has no CUDA graphs to switch off"),
-    WithoutEffect("attention_backend", "specgw's engine has one attention for each device"),
+    WithoutEffect(
+        "attention_backend",
+        f"specgw's engine has {' and '.join(RUNNABLE_ATTENTION)}, and chooses",
+        lambda config: config.attention_backend not in RUNNABLE_ATTENTION,
+    ),
     WithoutEffect("moe_backend", "specgw's engine has no choice of kernels for experts"),
     WithoutEffect("code_revision", "specgw never runs code from a checkpoint"),
     WithoutEffect("disable_padded_drafter_batch", "specgw's batches are never padded"),

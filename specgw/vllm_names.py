@@ -49,6 +49,9 @@ AttentionBackend = Literal[
     "TRITON_FLASH_ATTN", "TRITON_MLA", "TRITON_MSA", "TURBOQUANT", "ULTRAQUANT", "XPU_MLA_SPARSE",
 ]  # fmt: skip
 
+RUNNABLE_ATTENTION = ("FLASH_ATTN", "TORCH_SDPA")
+"""Those of them that specgw has."""
+
 _SAMPLING = "is a sampling parameter: it goes into each request"
 _NOT_THE_USERS = "is set by the engine"
 

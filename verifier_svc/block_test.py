@@ -126,7 +126,7 @@ class BlockTest:
             ),
             accept_block if self._acceptance.by_block else accept_tokens,
         )
-        return list(map(Outcome, accepted.tolist(), token_ids.tolist()))
+        return [Outcome(*pair) for pair in torch.stack((accepted, token_ids), 1).tolist()]
 
     def _at_rates(self, block: Block, logits: Tensor) -> int:
         """Accepts tokens at the configured rates, up to the first that is forbidden."""

@@ -1,8 +1,9 @@
-"""Attention over the block cache for a ragged batch of sequences.
+"""Attention over the block cache for a ragged batch of sequences, on a CPU.
 
-`scaled_dot_product_attention` runs once for each sequence. The query heads that share a key head
-are folded into query rows, [num_kv_heads, 1, num_rows * group, head_dim], which on a CPU takes a
-tenth of the time of `enable_gqa` (0.033 ms against 0.33 ms for one row of a 1.5 B model).
+`paged_attention.py` takes its place on a GPU. `scaled_dot_product_attention` runs once for each
+sequence. The query heads that share a key head are folded into query rows,
+[num_kv_heads, 1, num_rows * group, head_dim], which takes a tenth of the time of `enable_gqa`
+(0.033 ms against 0.33 ms for one row of a 1.5 B model).
 
 Where there is a compiled operator, it computes all rows of all sequences in one call, each row by
 itself: what a token attends to does not depend on the rows beside it, be they drafts, other
@@ -11,6 +12,7 @@ sequences or pieces of a prompt.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -41,8 +43,7 @@ class CausalMasks:
         if table is None or table.shape[1] < length:
             table = self._build(2 * length, group, window)
             self._tables[group, window] = table
-        mask = table[-num_rows * group :, -length:]
-        return mask if mask.is_cpu else mask.clone()  # CUDA kernels want it aligned
+        return table[-num_rows * group :, -length:]
 
     def _build(self, length: int, group: int, window: int | None) -> Tensor:
         num_rows = max_rows(group)
@@ -101,10 +102,6 @@ class BatchAttention:
         scale: float,
         window: int | None = None,
     ) -> Tensor:  # [num_tokens, num_heads * head_dim]
-        """Stores the new rows of a layer, then attends to all rows of each sequence.
-
-        A window of n lets a row see itself and the n - 1 rows before it.
-        """
         pool = self.kv_cache.layers[layer]
         pool.index_copy_(0, self._slots, keys_values)
         group = query.shape[1] * 2 // keys_values.shape[1]
@@ -152,6 +149,23 @@ class BatchAttention:
         return segments
 
 
+class Attention(Protocol):
+    """What a model's layers call: `BatchAttention`, or `PagedAttention` on a GPU."""
+
+    def __call__(
+        self,
+        layer: int,
+        query: Tensor,  # [num_tokens, num_heads, head_dim]
+        keys_values: Tensor,  # [num_tokens, 2 * num_kv_heads, head_dim]
+        scale: float,
+        window: int | None = None,
+    ) -> Tensor:  # [num_tokens, num_heads * head_dim]
+        """Stores the new rows of a layer, then attends to all rows of each sequence.
+
+        A window of n lets a row see itself and the n - 1 rows before it.
+        """
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """The rows of one forward pass."""
@@ -159,7 +173,7 @@ class Batch:
     token_ids: Tensor  # [num_tokens]
     positions: Tensor  # [num_tokens]
     logit_rows: Tensor | None  # [num_logits]; None for all rows
-    attention: BatchAttention
+    attention: Attention
     hidden: list[Tensor] | None = None  # takes what the LM head reads of every row, if wanted
 
 

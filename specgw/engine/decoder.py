@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from specgw.engine import cpu_kernels
-from specgw.engine.attention import Batch, BatchAttention
+from specgw.engine.attention import Attention, Batch, BatchAttention
 from specgw.engine.checkpoint import Checkpoint
 from specgw.engine.compiled_layers import (
     CompiledLayers,
@@ -136,7 +136,7 @@ class _Layer:
         down = {f"{name}.mlp.down_proj": (hidden, inner)}
         self._down = _linear(weights, down, mlp_bias, is_int8)
 
-    def __call__(self, hidden: Tensor, rotation: "_Rotation", attend: BatchAttention) -> Tensor:
+    def __call__(self, hidden: Tensor, rotation: "_Rotation", attend: Attention) -> Tensor:
         qkv = self._qkv(self._attention_norm(hidden))
         # Heads of queries, keys and values in this order.
         qkv = qkv.view(len(hidden), -1, self._head_dim)  # [num_tokens, heads, head_dim]

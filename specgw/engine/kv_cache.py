@@ -11,9 +11,11 @@ used least recently. Only a sequence that extends in place takes the blocks behi
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from specgw.engine.prefix_cache import PrefixCache
 
@@ -34,6 +36,10 @@ class KVCache:
 
     A slot is one token's place; a block is `block_size` slots that follow one another. Rows that no
     sequence holds are undefined, but for those of published blocks.
+
+    `block_size` is a multiple of `BLOCK_SIZE`: some attention kernels want larger blocks. With
+    `has_scratch` the tensors have one more block, `scratch_block`, that no sequence ever holds:
+    rows that only pad a batch are written there. Such a pool begins with zeros.
     """
 
     def __init__(
@@ -45,21 +51,26 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
         *,
+        block_size: int = BLOCK_SIZE,
         has_prefix_cache: bool = True,
+        has_scratch: bool = False,
     ) -> None:
-        self.block_size = BLOCK_SIZE
+        assert block_size % BLOCK_SIZE == 0, "prefixes are named by BLOCK_SIZE tokens"
+        self.block_size = block_size
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
         self.has_prefix_cache = has_prefix_cache
-        num_blocks = capacity_tokens // BLOCK_SIZE
+        num_blocks = capacity_tokens // block_size
+        self.scratch_block = num_blocks if has_scratch else None
         self._num_holders = np.zeros(num_blocks, dtype=np.int32)
         self._is_free = np.ones(num_blocks, dtype=bool)
         self._num_free = num_blocks
         self._prefixes = PrefixCache()
         self._last_used = np.zeros(num_blocks, dtype=np.int64)  # of free blocks with a prefix
         self._num_uses = 0
-        shape = (num_blocks * BLOCK_SIZE, 2 * num_kv_heads, head_dim)
-        self.layers = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        shape = ((num_blocks + has_scratch) * block_size, 2 * num_kv_heads, head_dim)
+        build = torch.zeros if has_scratch else torch.empty
+        self.layers = [build(shape, dtype=dtype, device=device) for _ in range(num_layers)]
 
     @property
     def capacity_tokens(self) -> int:
@@ -85,7 +96,7 @@ class KVCache:
         Raises:
             OutOfBlocks: and then nothing has changed, nor has any prefix become older or younger.
         """
-        shared = self._prefixes.find(hashes)
+        shared = self._prefixes.find(self.names(hashes))
         num_held = len(shared) - int(self._is_free[shared].sum())
         num_needed = -(-length // self.block_size) - num_held
         if num_needed > self._num_free:
@@ -117,6 +128,11 @@ class KVCache:
                 cache.extend(self._take(count, cache.blocks[-1] if cache.blocks else None))
 
     # Called by sequences only.
+
+    def names(self, hashes: Sequence[bytes]) -> Sequence[bytes]:
+        """Returns the names of this pool's full blocks: a block's is that of its last tokens."""
+        stride = self.block_size // BLOCK_SIZE
+        return hashes if stride == 1 else hashes[stride - 1 :: stride]
 
     def give_back(self, blocks: Sequence[int]) -> None:
         """Ends a hold on each block. The rows of published ones stay, the last one's the least."""
@@ -211,6 +227,14 @@ class KVCache:
         return int(starts[largest]), int(ends[largest] - starts[largest])
 
 
+@dataclass(slots=True)
+class _Slots:
+    """A sequence's block table as arrays, until it changes."""
+
+    blocks: NDArray[np.int64]
+    ids: torch.Tensor | None = None  # of all slots
+
+
 class SequenceCache:
     """One session's share of the pool: a block table and how many rows are stored."""
 
@@ -220,7 +244,7 @@ class SequenceCache:
         self._pool = pool
         self._num_leading = 0  # blocks at the front that follow one another
         self._num_published = 0  # blocks at the front that others may hold
-        self._slots: torch.Tensor | None = None
+        self._slots: _Slots | None = None  # made of the blocks when wanted
 
     @property
     def is_contiguous(self) -> bool:
@@ -256,10 +280,10 @@ class SequenceCache:
         """Begins an empty sequence with the rows of the longest prefix that is in the pool.
 
         Args:
-            hashes: The full blocks that the sequence will begin with (`BlockHashes`).
+            hashes: Each `BLOCK_SIZE` tokens that the sequence will begin with (`BlockHashes`).
         """
         assert not self.blocks, "only an empty sequence can begin with other rows"
-        self.extend(self._pool.hold_prefix(hashes))
+        self.extend(self._pool.hold_prefix(self._pool.names(hashes)))
         self._num_published = len(self.blocks)
         self.length = len(self.blocks) * self._pool.block_size
 
@@ -267,13 +291,13 @@ class SequenceCache:
         """Lets other sequences use this one's first blocks. Their rows must be final.
 
         Args:
-            hashes: The full blocks of the context, as many as are stored at most.
+            hashes: Those of the context (`BlockHashes`), as far as it is stored at most.
         """
-        assert len(hashes) * self._pool.block_size <= self.length, "a block is not stored yet"
-        first = self._num_published
-        if first < len(hashes):
-            self._pool.publish(self.blocks[first : len(hashes)], hashes[first:])
-            self._num_published = len(hashes)
+        assert len(hashes) * BLOCK_SIZE <= self.length, "a block is not stored yet"
+        names, first = self._pool.names(hashes), self._num_published
+        if first < len(names):
+            self._pool.publish(self.blocks[first : len(names)], names[first:])
+            self._num_published = len(names)
 
     @property
     def has_published_tail(self) -> bool:
@@ -292,9 +316,19 @@ class SequenceCache:
 
     def gather_ids(self) -> torch.Tensor:
         """Returns the slots of all rows that there is room for, as an index into a layer."""
+        slots = self._arrays()
+        if slots.ids is None:
+            ids = self.slot_ids(0, len(self.blocks) * self._pool.block_size)
+            slots.ids = torch.tensor(ids, device=self._pool.layers[0].device)
+        return slots.ids
+
+    def block_table(self) -> NDArray[np.int64]:
+        """Returns the blocks as an array that must not be changed."""
+        return self._arrays().blocks
+
+    def _arrays(self) -> "_Slots":
         if self._slots is None:
-            slots = self.slot_ids(0, len(self.blocks) * self._pool.block_size)
-            self._slots = torch.tensor(slots, device=self._pool.layers[0].device)
+            self._slots = _Slots(np.array(self.blocks, dtype=np.int64))
         return self._slots
 
     def num_missing_blocks(self, length: int) -> int:

@@ -5,9 +5,8 @@ name; nothing degrades in silence.
 """
 
 import json
-import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -16,18 +15,32 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from specgw.config import EngineArgs, SimulationSettings
+from specgw.config import EngineArgs, SimulationSettings, SpeculativeConfig
 from specgw.engine import decoder
 from specgw.engine.attention import Batch
+from specgw.engine.attention_kernels import PagedKernel
+from specgw.engine.cache_size import (
+    PoolShape,
+    device_memory,
+    full_contexts,
+    measure_workspace,
+    pool_shape,
+    room_on_device,
+    room_on_host,
+)
 from specgw.engine.checkpoint import Checkpoint
+from specgw.engine.graphs import CudaRecorder, GraphLimits
+from specgw.engine.kernel_choice import HeadShape, choose_kernel
 from specgw.engine.kv_cache import BLOCK_SIZE, KVCache
 from specgw.engine.linear import can_be_int8
 from specgw.engine.model_runner import ModelRunner
+from specgw.engine.paged_runner import PagedRunner
 from specgw.engine.simulation import SimulatedDevice, SimulatedRunner
 from specgw.engine.transformers_model import TransformersModel
 from specgw.errors import ConfigError
 from specgw.model_files import resolve_model, weight_files
 from specgw.types import SIMULATED_DEVICE, ModelDescription
+from specgw.vllm_names import RUNNABLE_ATTENTION
 from specgw.vocab import plain_token_ids, vocab_fingerprint
 
 _FULL_HISTORY = ("full_attention", "sliding_attention")  # layer types that keep every row
@@ -54,6 +67,12 @@ class ModelOptions:
         num_threads: Threads for one operator in this process; None for torch's choice.
         quantization: `int8` to round weights and inputs of linear layers; None for none.
         enable_prefix_caching: Whether sequences that begin alike share rows of the KV cache.
+        max_num_batched_tokens: Most rows of one pass.
+        max_decode_rows: Most rows of one sequence in passes that decode or verify.
+        attention_backend: `FLASH_ATTN` or `TORCH_SDPA`; None for the best one on a GPU, and for the
+            compiled operators on a CPU.
+        enforce_eager: Whether a GPU runs every pass without CUDA graphs.
+        max_cudagraph_capture_size: Most rows of a pass that becomes a CUDA graph.
         simulated: What to simulate in place of a device; then no weights are read.
         section: Where in `specgw` the options come from, for messages.
     """
@@ -70,6 +89,11 @@ class ModelOptions:
     num_threads: int | None = None
     quantization: str | None = None
     enable_prefix_caching: bool = True
+    max_num_batched_tokens: int = 2048
+    max_decode_rows: int = 1
+    attention_backend: str | None = None
+    enforce_eager: bool = False
+    max_cudagraph_capture_size: int = 512
     simulated: SimulatedDevice | None = None
     section: str = "verifier"
 
@@ -89,6 +113,11 @@ def target_options(args: EngineArgs) -> ModelOptions:
         num_threads=settings.num_threads,
         quantization=args.quantization,
         enable_prefix_caching=args.enable_prefix_caching,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        max_decode_rows=1 + args.max_draft_tokens,
+        attention_backend=args.attention_backend,
+        enforce_eager=args.enforce_eager,
+        max_cudagraph_capture_size=args.max_cudagraph_capture_size,
         simulated=_simulated_target(args.specgw.simulation),
     )
 
@@ -96,23 +125,34 @@ def target_options(args: EngineArgs) -> ModelOptions:
 def draft_options(args: EngineArgs) -> ModelOptions:
     """Returns how a proposer loads its model."""
     assert args.speculative_config is not None, "a proposer needs a speculative_config"
-    settings = args.specgw.proposer
+    config, settings = args.speculative_config, args.specgw.proposer
+    masks = config.num_speculative_tokens - 1 if config.parallel_drafting else 0
     return ModelOptions(
-        model=args.speculative_config.model,
+        model=config.model,
         dtype=args.dtype,
         device=args.device,
-        max_model_len=args.speculative_config.max_model_len or args.max_model_len,
+        max_model_len=config.max_model_len or args.max_model_len,
         accept_shorter=True,
         kv_cache_tokens=settings.kv_cache_tokens,
         memory_fraction=args.gpu_memory_utilization,
         cpu_memory_fraction=settings.cpu_memory_fraction,
         max_num_seqs=settings.max_sessions,
         num_threads=settings.num_threads,
-        quantization=args.speculative_config.quantization,
+        quantization=config.quantization,
         enable_prefix_caching=args.enable_prefix_caching,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_decode_rows=1 + config.num_speculative_tokens + masks,
+        attention_backend=_draft_backend(config),
+        enforce_eager=args.enforce_eager or bool(config.enforce_eager),
+        max_cudagraph_capture_size=args.max_cudagraph_capture_size,
         simulated=_simulated_draft(args.specgw.simulation),
         section="proposer",
     )
+
+
+def _draft_backend(config: SpeculativeConfig) -> str | None:
+    backend = config.attention_backend
+    return backend if backend in RUNNABLE_ATTENTION else None
 
 
 def _simulated_target(settings: SimulationSettings | None) -> SimulatedDevice | None:
@@ -146,26 +186,33 @@ def load_model(options: ModelOptions) -> ModelRunner:
     _refuse_unsupported(options.model, config, max_model_len)
     weight_files(model_dir)  # raises before anything slow
     is_int8 = _is_int8(options, dtype, device)
+    kernel = _attention_kernel(options, config, dtype, device)
     model = _load_weights(model_dir, config, dtype, device, max_model_len, is_int8)
-    kv_cache = _build_kv_cache(options, config, dtype, device, max_model_len)
     description = ModelDescription(
         name=options.model,
         architecture=(config.architectures or ("",))[0],
         vocab_size=config.vocab_size,
         vocab_fingerprint=vocab_fingerprint(model_dir),
-        max_model_len=min(max_model_len, kv_cache.capacity_tokens),
+        max_model_len=max_model_len,
         dtype="int8" if is_int8 else str(dtype).removeprefix("torch."),
         device=str(device),
     )
-    runner = ModelRunner(
-        model,
-        description,
-        _eos_token_ids(model_dir, config),
-        kv_cache,
-        hidden_size=getattr(config, "hidden_size", None),
-    )
+    eos_token_ids = _eos_token_ids(model_dir, config)
+    hidden_size = getattr(config, "hidden_size", None)
+
+    def build(kv_cache: KVCache) -> ModelRunner:
+        length = min(max_model_len, kv_cache.capacity_tokens)
+        parts = model, replace(description, max_model_len=length), eos_token_ids, kv_cache
+        if kernel is None:
+            return ModelRunner(*parts, hidden_size=hidden_size)
+        return PagedRunner(*parts, kernel, hidden_size=hidden_size)
+
+    pool = pool_shape(config, dtype, device, kernel, has_prefix_cache=options.enable_prefix_caching)
+    runner = build(_build_kv_cache(options, pool, max_model_len, build))
     if isinstance(model, TransformersModel):
         model.end_trial(runner)
+    if isinstance(runner, PagedRunner) and device.type == "cuda" and not options.enforce_eager:
+        runner.record(_graph_limits(options), CudaRecorder(device))
     return runner
 
 
@@ -288,49 +335,64 @@ def _load_weights(
     return model
 
 
+def _attention_kernel(
+    options: ModelOptions, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device
+) -> PagedKernel | None:
+    """Returns what computes attention from block tables; None on a CPU unless asked for."""
+    if device.type == "cpu" and options.attention_backend is None:
+        return None
+    heads = HeadShape(
+        config.num_attention_heads,
+        decoder.num_kv_heads(config),
+        decoder.head_dim(config),
+        dtype,
+        device,
+    )
+    return choose_kernel(options.attention_backend, heads)
+
+
+def _graph_limits(options: ModelOptions) -> GraphLimits:
+    return GraphLimits(
+        options.max_num_seqs, options.max_decode_rows, options.max_cudagraph_capture_size
+    )
+
+
 def _build_kv_cache(
     options: ModelOptions,
-    config: PreTrainedConfig,
-    dtype: torch.dtype,
-    device: torch.device,
+    pool: PoolShape,
     max_model_len: int,
+    build_runner: Callable[[KVCache], ModelRunner],
 ) -> KVCache:
-    num_layers = config.num_hidden_layers
-    num_kv_heads, head_dim = decoder.num_kv_heads(config), decoder.head_dim(config)
-    token_bytes = num_layers * 2 * num_kv_heads * head_dim * dtype.itemsize
     capacity = options.kv_cache_tokens or _default_capacity(
-        options, device, token_bytes, max_model_len
+        options, pool, max_model_len, build_runner
     )
     smallest = max_model_len if options.max_model_len is not None else BLOCK_SIZE
     if capacity < smallest:
-        key = _capacity_key(options, device)
+        key = _capacity_key(options, pool.device)
         problem = (
             f"{key}: the KV cache holds {max(capacity, 0)} tokens, one request has up to "
             f"{smallest}: raise {key} or lower max_model_len"
         )
         raise ConfigError([problem])
-    blocks = -(-capacity // BLOCK_SIZE)
-    return KVCache(
-        num_layers,
-        num_kv_heads,
-        head_dim,
-        blocks * BLOCK_SIZE,
-        dtype,
-        device,
-        has_prefix_cache=options.enable_prefix_caching,
-    )
+    return pool.build(capacity)
 
 
 def _default_capacity(
-    options: ModelOptions, device: torch.device, token_bytes: int, max_model_len: int
+    options: ModelOptions,
+    pool: PoolShape,
+    max_model_len: int,
+    build_runner: Callable[[KVCache], ModelRunner],
 ) -> int:
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        own = int(options.memory_fraction * total) - torch.cuda.memory_allocated(device)
-        return max(0, min(free, own)) // token_bytes
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    full = options.max_num_seqs * -(-max_model_len // BLOCK_SIZE) * BLOCK_SIZE
-    return min(full, int(options.cpu_memory_fraction * memory) // token_bytes)
+    if pool.device.type != "cuda":
+        full = full_contexts(options.max_num_seqs, max_model_len)
+        return min(full, room_on_host(options.cpu_memory_fraction) // pool.token_bytes)
+    num_tokens = options.max_num_batched_tokens
+    num_logits = min(num_tokens, options.max_num_seqs * options.max_decode_rows)
+    trial = build_runner(pool.build(num_tokens + num_tokens // max_model_len * pool.block_size))
+    workspace = measure_workspace(trial, num_tokens, num_logits)
+    del trial
+    room = room_on_device(device_memory(pool.device), options.memory_fraction, workspace)
+    return pool.tokens_in(room)
 
 
 def _capacity_key(options: ModelOptions, device: torch.device) -> str:

@@ -46,7 +46,7 @@ class ModelRunner:
         self.hidden: HiddenFormat | None = None  # hidden states that it can give
         if hidden_size is not None:
             self.hidden = HiddenFormat((LAST,), hidden_size, description.dtype)
-        self._model = model
+        self.model = model
         self._masks = CausalMasks(kv_cache.layers[0].dtype, self.device)
 
     @torch.inference_mode()
@@ -81,10 +81,14 @@ class ModelRunner:
         lengths = [(chunk.cache, chunk.cache.length + len(chunk.token_ids)) for chunk in chunks]
         assert max(length for _, length in lengths) <= self.max_model_len, "a sequence is too long"
         self.kv_cache.reserve(lengths)
-        logits = self._model(self._batch(chunks, hidden))
+        logits = self._run(chunks, hidden)
         for cache, length in lengths:
             cache.length = length
         return logits
+
+    def _run(self, chunks: Sequence[SequenceChunk], hidden: list[Tensor] | None) -> Tensor:
+        """Computes the logits of chunks whose rows are reserved. Their lengths are set later."""
+        return self.model(self._batch(chunks, hidden))
 
     def _batch(self, chunks: Sequence[SequenceChunk], hidden: list[Tensor] | None) -> Batch:
         token_ids: list[int] = []

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-from specgw.engine.attention import Batch, BatchAttention
+from specgw.engine.attention import Attention, Batch
 from specgw.engine.linear import build_linear
 from specgw.engine.model_runner import ModelRunner, SequenceChunk
 from specgw.errors import ConfigError
@@ -150,7 +150,7 @@ def _attend(
 
 def _note_window(
     windows: dict[int, int | None],
-    attend: BatchAttention,
+    attend: Attention,
     layer: int,
     query: Tensor,
     keys_values: Tensor,

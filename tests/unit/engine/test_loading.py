@@ -227,7 +227,14 @@ def test_options_follow_from_the_configuration() -> None:
             "dtype": "bfloat16",
             "max_model_len": 512,
             "max_num_seqs": 3,
-            "speculative_config": {"model": "draft", "num_speculative_tokens": 4},
+            "attention_backend": "flash_attn",
+            "max_cudagraph_capture_size": 100,
+            "speculative_config": {
+                "model": "draft",
+                "num_speculative_tokens": 4,
+                "attention_backend": "TORCH_SDPA",
+                "enforce_eager": True,
+            },
             "specgw": {
                 "verifier": {"num_threads": 1, "kv_cache_tokens": 1024},
                 "proposer": {"num_threads": 2, "max_sessions": 5, "cpu_memory_fraction": 0.5},
@@ -235,9 +242,19 @@ def test_options_follow_from_the_configuration() -> None:
         }
     )
 
-    shared: dict[str, Any] = {"dtype": "bfloat16", "max_model_len": 512}
+    shared: dict[str, Any] = {
+        "dtype": "bfloat16",
+        "max_model_len": 512,
+        "max_decode_rows": 5,
+        "max_cudagraph_capture_size": 100,
+    }
     assert target_options(args) == ModelOptions(
-        "target", **shared, kv_cache_tokens=1024, max_num_seqs=3, num_threads=1
+        "target",
+        **shared,
+        kv_cache_tokens=1024,
+        max_num_seqs=3,
+        num_threads=1,
+        attention_backend="FLASH_ATTN",
     )
     assert draft_options(args) == ModelOptions(
         "draft",
@@ -246,5 +263,17 @@ def test_options_follow_from_the_configuration() -> None:
         cpu_memory_fraction=0.5,
         max_num_seqs=5,
         num_threads=2,
+        attention_backend="TORCH_SDPA",
+        enforce_eager=True,
         section="proposer",
     )
+
+
+@pytest.mark.parametrize(("is_parallel", "num_rows"), [(False, 5), (True, 8)])
+def test_a_draft_decodes_rows_for_all_that_a_round_accepts_and_for_masks(
+    is_parallel: bool, num_rows: int
+) -> None:
+    drafting = {"model": "d", "num_speculative_tokens": 4, "parallel_drafting": is_parallel}
+    args = parse_config({"model": "t", "speculative_config": drafting})
+
+    assert draft_options(args).max_decode_rows == num_rows
