@@ -106,9 +106,10 @@ def test_drafts(answers: list[list[int]], context: list[int], expected: list[int
 def test_the_draft_has_the_best_score_of_all_lengths(answers: list[list[int]]) -> None:
     settings = SuffixSettings(12, 10, 2.0, 0.3)
     lookup = SuffixLookup(settings)
+    pattern = [7, *answers[0][:3]]
+    answers = [[*answer, 100 + number] for number, answer in enumerate(answers)]
     for answer in answers:
         lookup.open(answer, 0).close()
-    pattern = [7, *answers[0][:3]]
 
     match = lookup.open(pattern, len(pattern)).find(100)
 
