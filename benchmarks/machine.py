@@ -20,6 +20,21 @@ def process_seconds(pid: int) -> float:
     return _usage_by_pid()[pid][1]
 
 
+def thread_seconds(pid: int) -> dict[str, float]:
+    """Returns the processor seconds of a service's event loop, its engine thread and the others."""
+    seconds = {"loop": 0.0, "engine": 0.0, "others": 0.0}
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        try:
+            stat = (task / "stat").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it ended while we looked
+        name, _, rest = stat.partition("(")[2].rpartition(")")
+        kind = "loop" if int(task.name) == pid else "engine" if name == "engine" else "others"
+        fields = rest.split()
+        seconds[kind] += (int(fields[11]) + int(fields[12])) / _TICKS_PER_SECOND
+    return seconds
+
+
 def resident_bytes(pid: int) -> int:
     """Returns the memory that a process holds now."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE_BYTES

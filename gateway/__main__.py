@@ -94,7 +94,12 @@ async def serving(
     )
     # Which tokens there are decides; how many rows the model has, and how it ends, does not.
     grammars = GrammarWorker(
-        GrammarCompiler(tokenizer.backend.to_str, 0, [tokenizer.eos_token_id or 0])
+        GrammarCompiler(
+            tokenizer.backend.to_str,
+            0,
+            [tokenizer.eos_token_id or 0],
+            args.structured_outputs_config,
+        )
     )
     builder = RequestBuilder(
         router,

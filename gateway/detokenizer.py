@@ -34,8 +34,8 @@ class TextOutput:
     """What became certain since the previous one; the last one of a request has a finish reason.
 
     `stop_reason` is as in vLLM: the stop string, the id of a stop token, or None. `speculation` is
-    the request's total so far. `cached_token_count`, in the first one if there is a prefix cache,
-    is how many tokens of the prompt it had.
+    the request's total so far, and counts on. `cached_token_count`, in the first one if there is a
+    prefix cache, is how many tokens of the prompt it had.
     """
 
     text: str
@@ -190,9 +190,11 @@ class Detokenizer:
             text, stop_string = self._scanner.push(text, may_stop=may_stop)
             texts.append(text)
             if stop_string is not None:
+                # What was accepted behind the end does not count.
+                num_accepted = min(output.round.num_accepted, num_used)
+                self._speculation.count(output.round._replace(num_accepted=num_accepted))
                 return self._stopped("".join(texts), output, num_used, stop_string)
-        if output.speculation is not None:
-            self._speculation = output.speculation
+        self._speculation.count(output.round)
         self._num_tokens += len(output.token_ids)
         text = "".join(texts)
         if output.finish_reason is None:
@@ -228,27 +230,11 @@ class Detokenizer:
     def _stopped(
         self, text: str, output: GenerateOutput, num_used: int, stop_string: str
     ) -> TextOutput:
-        stats = _cut(output.speculation or self._speculation, self._speculation, output, num_used)
-        self._speculation = stats
         token_ids = output.token_ids[:num_used]
-        return TextOutput(text, token_ids, FinishReason.STOP, stop_string, stats)
+        return TextOutput(text, token_ids, FinishReason.STOP, stop_string, self._speculation)
 
     def _stop_reason(self, stop_token_id: int | None) -> int | None:
         is_eos = stop_token_id == self._eos_token_id and not self._params.ignore_eos
         return (
             stop_token_id if stop_token_id in self._params.stop_token_ids and not is_eos else None
         )
-
-
-def _cut(
-    stats: SpeculationStats, before: SpeculationStats, output: GenerateOutput, num_used: int
-) -> SpeculationStats:
-    """Returns the totals without the accepted tokens of a round that lie behind its end."""
-    num_accepted = stats.accepted_token_count - before.accepted_token_count
-    if num_used == len(output.token_ids) or num_accepted <= num_used:
-        return stats
-    stats = stats.copy()
-    stats.accepted_token_count -= num_accepted - num_used
-    for position in range(num_used, min(num_accepted, len(stats.accepted_per_position))):
-        stats.accepted_per_position[position] -= 1
-    return stats

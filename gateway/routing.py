@@ -1,10 +1,10 @@
 """Finds a verifier for each request and carries the request from one to the next when one is lost.
 
-The only module that talks to verifiers. It opens in the ledger those that serve and that fit the
-gateway's configuration; which of them gets a request is the slot's claim. A request is cut off only
-when no verifier comes back in time: until then it is opened again with the tokens delivered so far
-and the same seed, which gives the same output as if nothing had happened. The caller is
-`generation.py`.
+The only module that talks to verifiers, through `verifier_stream.py`. It opens in the ledger those
+that serve and that fit the gateway's configuration; which of them gets a request is the slot's
+claim. A request is cut off only when no verifier comes back in time: until then it is opened again
+with the tokens delivered so far and the same seed, which gives the same output as if nothing had
+happened. The caller is `generation.py`.
 """
 
 import asyncio
@@ -21,6 +21,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from gateway.admission import Slot
 from gateway.ledger import Ledger
+from gateway.verifier_stream import VerifierStream
 from specgw.channel import open_channel, status_to_error
 from specgw.config import TlsSettings
 from specgw.errors import (
@@ -41,6 +42,7 @@ from specgw.v1 import verifier_pb2, verifier_pb2_grpc
 from specgw.wire import (
     generate_output_from_pb,
     generate_request_to_pb,
+    speculation_stats_from_pb,
     verifier_info_from_pb,
 )
 
@@ -70,6 +72,7 @@ class Verifier:
         self._compare = compare
         self._channel = open_channel(address, tls)
         self._stub = verifier_pb2_grpc.VerifierServiceStub(self._channel)
+        self._stream = VerifierStream(self._stub, address)
         self._health = health_pb2_grpc.HealthStub(self._channel)
 
     async def watch(self, on_change: Callable[[], None]) -> None:
@@ -108,14 +111,26 @@ class Verifier:
         Raises:
             SpecgwError: as the verifier raised it; `NotReady` if the connection was lost.
         """
+        is_new = self.info is not None and self.info.generates_many
+        run = self._stream.generate if is_new else self._generate_alone
+        async with aclosing(run(request, deadline)) as outputs:
+            async for output in outputs:
+                yield output
+
+    async def _generate_alone(
+        self, request: GenerateRequest, deadline: float
+    ) -> AsyncGenerator[GenerateOutput, None]:
+        """Does it over a call of its own, with a verifier that knows no other way."""
         call = self._stub.Generate(
             generate_request_to_pb(request), timeout=max(0.0, deadline - time.monotonic())
         )
+        stats = SpeculationStats()
         try:
             async for response in call:
                 if response is None:
                     raise NotReady(f"verifier {self.address} sent what is not a message")
-                yield generate_output_from_pb(response)
+                before, stats = stats, speculation_stats_from_pb(response.speculation)
+                yield generate_output_from_pb(response)._replace(round=stats.since(before))
         except grpc.aio.AioRpcError as error:
             raise status_to_error(error) from error
         finally:
@@ -123,6 +138,7 @@ class Verifier:
 
     async def close(self) -> None:
         """Ends the connection and every call on it."""
+        await self._stream.close()
         await self._channel.close()
 
     async def _statuses(self, updates: Any) -> AsyncGenerator[bool, None]:
@@ -282,8 +298,6 @@ class Router:
     ) -> AsyncGenerator[GenerateOutput, None]:
         """Streams the output of a request with a seed, on as many verifiers as it takes.
 
-        Speculation statistics are totals over all attempts.
-
         Args:
             request: Its seed is set, or every attempt would draw its own.
             slot: Says which verifier and which proposer; moves along with the request.
@@ -295,7 +309,6 @@ class Router:
             DeadlineExceeded: if the time is up.
         """
         delivered = list(request.output_token_ids)
-        earlier, stats = SpeculationStats(), SpeculationStats()
         reopen_by, backoff = deadline, _Backoff()
         while True:
             verifier = next(one for one in self._verifiers if one.address == slot.claim.verifier)
@@ -304,9 +317,8 @@ class Router:
                 async with aclosing(verifier.generate(attempt, deadline)) as outputs:
                     async for output in outputs:
                         delivered += output.token_ids
-                        stats = earlier.plus(output.speculation or SpeculationStats())
                         backoff = _Backoff()
-                        yield replace(output, speculation=stats)
+                        yield output
                         if output.finish_reason is not None:
                             return
                 raise NotReady(f"verifier {verifier.address} ended the stream without a finish")
@@ -325,7 +337,6 @@ class Router:
                 )
                 if backoff.is_fresh:
                     reopen_by = time.monotonic() + self._reopen_timeout_s
-                earlier = stats
                 await self._move(slot, verifier, min(reopen_by, deadline), backoff.next_s())
                 self._on_reopen()
 

@@ -1,6 +1,6 @@
 """Chooses which rows the next forward pass feeds, and finds the memory for them."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from proposer_svc.draft_rows import DraftRows
 from specgw.budget import PREFILL_CHUNK
@@ -57,17 +57,33 @@ def _urgency(one: DraftRows) -> tuple[bool, bool, int]:
     return not _is_nearly_ready(one), one.session.num_wanted == 0, one.session.last_used
 
 
-def _reserve(one: DraftRows, sessions: Collection[DraftRows], idle_before: int) -> bool:
-    """Takes all the memory that the session's block needs, if need be from idle sessions."""
-    length = len(one.token_ids) + max(one.max_draft_tokens - 1, 0)
+def reserve(one: DraftRows, num_draft_rows: int, sessions: Iterable[DraftRows]) -> bool:
+    """Makes room for so many rows beyond a session's context, if need be in place of branches."""
     while True:
         try:
-            one.cache.reserve(length)
+            one.cache.reserve(len(one.token_ids) + num_draft_rows)
         except OutOfBlocks:
-            if not _forget_an_idle_session(sessions, idle_before):
+            if not _drop_branches(sessions):
                 return False
         else:
             return True
+
+
+def _reserve(one: DraftRows, sessions: Collection[DraftRows], idle_before: int) -> bool:
+    """Takes all the memory that the session's block needs, if need be from idle sessions."""
+    while not reserve(one, max(one.max_draft_tokens - 1, 0), sessions):
+        if not _forget_an_idle_session(sessions, idle_before):
+            return False
+    return True
+
+
+def _drop_branches(sessions: Iterable[DraftRows]) -> bool:
+    """Ends all branches, until the next commits; returns whether there were any."""
+    branching = [one for one in sessions if one.branches is not None]
+    for one in branching:
+        one.drop_branches()
+        one.is_stopped = True
+    return bool(branching)
 
 
 def _forget_an_idle_session(sessions: Collection[DraftRows], idle_before: int) -> bool:

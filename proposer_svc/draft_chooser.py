@@ -1,19 +1,29 @@
 """Chooses draft tokens from logits: each session's by its vocabulary, its sampling, its grammar."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from proposer_svc.branches import Branch
+from proposer_svc.branching import tokens_beyond_context
 from proposer_svc.draft_grammar import DraftGrammars
 from proposer_svc.draft_rows import DraftRows
 from proposer_svc.draft_sampling import DraftSampler, DraftToken, row_sampling
 from proposer_svc.draft_vocabulary import SessionVocabulary
 from proposer_svc.session_table import Session
+from specgw.engine.sampling import RowSampling
 from specgw.types import AcceptanceRule
 
-Row = tuple[DraftRows, int]  # a session, and how many draft tokens are before the row's
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a draft token comes to be: after so many others of a session's block or branch."""
+
+    owner: DraftRows
+    line: DraftRows | Branch
+    num_drafted: int
 
 
 class DraftChooser:
@@ -56,44 +66,76 @@ class DraftChooser:
     def choose(
         self,
         logits: Tensor,  # [num_rows, vocab_size], the draft model's; may be changed
-        rows: Sequence[Row],
-    ) -> list[DraftToken | None]:
-        """Chooses a draftable token for each row; None where the logits are not numbers."""
-        chosen: list[DraftToken | None] = [None] * len(rows)
-        for vocabulary in dict.fromkeys(one.vocabulary for one, _ in rows):
-            places = [i for i, (one, _) in enumerate(rows) if one.vocabulary is vocabulary]
-            own = logits if len(places) == len(rows) else logits[places]
-            tokens = self._choose_by(vocabulary, own, [rows[i] for i in places])
-            for i, token in zip(places, tokens, strict=True):
+        places: Sequence[Place],
+        num_runner_ups: int = 0,
+    ) -> tuple[list[DraftToken | None], list[Sequence[int]]]:
+        """Chooses a draftable token for each row; None where the logits are not numbers.
+
+        Returns:
+            The tokens and their runner-ups; of other vocabularies than the target's those are not
+            known.
+        """
+        chosen: list[DraftToken | None] = [None] * len(places)
+        runner_ups: list[Sequence[int]] = [()] * len(places)
+        for vocabulary in dict.fromkeys(place.owner.vocabulary for place in places):
+            rows = [i for i, place in enumerate(places) if place.owner.vocabulary is vocabulary]
+            own = logits if len(rows) == len(places) else logits[rows]
+            tokens, others = self._choose_by(
+                vocabulary, own, [places[i] for i in rows], num_runner_ups
+            )
+            for i, token in zip(rows, tokens, strict=True):
                 chosen[i] = token
-        return chosen
+            for i, known in zip(rows, others, strict=False):
+                runner_ups[i] = known
+        return chosen, runner_ups
 
     def _choose_by(
         self,
         vocabulary: SessionVocabulary,
         logits: Tensor,  # [num_rows, vocab_size]
-        rows: Sequence[Row],
-    ) -> list[DraftToken | None]:
+        places: Sequence[Place],
+        num_runner_ups: int,
+    ) -> tuple[list[DraftToken | None], Sequence[Sequence[int]]]:
         choices = vocabulary.choices(logits)
-        choices = _without_padding(choices, [one.num_choices for one, _ in rows])
-        for choice, (one, num_drafted) in zip(choices, rows, strict=True):
-            if num_drafted == len(one.draft_token_ids):  # else those before are not known yet
-                self._keep_to_grammar(choice, one)
-        sampling = [row_sampling(one.session, num_drafted) for one, num_drafted in rows]
-        return [
-            token and replace(token, token_id=vocabulary.draft_token_id(token.token_id))
-            for token in self._sampler_of(vocabulary).choose(choices, sampling)
-        ]
+        choices = _without_padding(choices, [place.owner.num_choices for place in places])
+        for choice, place in zip(choices, places, strict=True):
+            self._keep_to_grammar(choice, place)
+        sampler = self._sampler_of(vocabulary)
+        sampling = [self._sampling(place) for place in places] if sampler.uses_sampling else []
+        is_shared = vocabulary.has_draft_ids and vocabulary.has_target_ids
+        if is_shared and num_runner_ups:
+            return sampler.choose_with_runner_ups(choices, sampling, num_runner_ups)
+        tokens = sampler.choose(choices, sampling)
+        if not vocabulary.has_draft_ids:
+            tokens = [
+                token and replace(token, token_id=vocabulary.draft_token_id(token.token_id))
+                for token in tokens
+            ]
+        return tokens, ()
 
     def _keep_to_grammar(
         self,
         choices: Tensor,  # [num_choices]
-        one: DraftRows,
+        place: Place,
     ) -> None:
-        if self.is_constrained(one.session):
-            assert self._grammars is not None
-            drafted = one.context.to_target(one.draft_token_ids, len(one.draft_token_ids))
-            self._grammars.mask(choices[: one.num_choices], one.session, list(drafted))
+        owner, line = place.owner, place.line
+        if not self.is_constrained(owner.session) or place.num_drafted > len(
+            line.drafted.token_ids
+        ):
+            return  # or the tokens before it are not known yet
+        assert self._grammars is not None
+        token_ids = tokens_beyond_context(owner, line)
+        target_ids = owner.context.to_target(token_ids, len(token_ids))
+        self._grammars.mask(choices[: owner.num_choices], owner.session, list(target_ids))
+
+    def _sampling(self, place: Place) -> RowSampling:
+        """Returns how the token is chosen: as of its own context, in tokens of the target."""
+        owner, line = place.owner, place.line
+        sampling = owner.session.sampling
+        if owner.branches is not None and line is owner.branches.trunk:
+            sampling = self._sampler.guesses_by(sampling)
+        length = len(owner.session.token_ids) + line.length - owner.length
+        return row_sampling(sampling, length, place.num_drafted)
 
     def _sampler_of(self, vocabulary: SessionVocabulary) -> DraftSampler:
         return self._sampler if vocabulary.has_target_ids else self._text_sampler

@@ -6,18 +6,19 @@ business.
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from proposer_svc.batching import build_batch
-from proposer_svc.draft_chooser import DraftChooser
+from proposer_svc.batching import build_batch, reserve
+from proposer_svc.branching import Branching, Line
+from proposer_svc.draft_chooser import DraftChooser, Place
 from proposer_svc.draft_rows import DraftRows
 from proposer_svc.draft_vocabulary import DraftVocabulary, SharedVocabulary
 from proposer_svc.drafter import Draft
 from proposer_svc.run_ahead import RunAhead
 from proposer_svc.session_table import Session, SessionTable
-from specgw.engine.kv_cache import OutOfBlocks
 from specgw.engine.model_runner import ModelRunner, SequenceChunk
 from specgw.hidden import HiddenFormat
 from specgw.types import ModelDescription, UndraftedReason, VocabMappingSummary
@@ -56,6 +57,7 @@ class DraftModelDrafter:
         self._runner = runner
         self._vocabulary = vocabulary or SharedVocabulary(runner.description)
         self._rows: dict[Session, DraftRows] = {}
+        self._branching = Branching(self.ahead, runner.kv_cache)
 
     @property
     def vocab_mapping(self) -> VocabMappingSummary | None:
@@ -93,9 +95,20 @@ class DraftModelDrafter:
 
     def commit(self, session: Session, token_ids: Sequence[int]) -> None:
         rows = self._rows[session]
-        num_ahead = rows.num_ahead if rows.num_sent else 0
+        if rows.is_sent and token_ids and rows.vocabulary.has_target_ids:
+            self._observe(rows, token_ids)
+        num_ahead = rows.num_ahead
         rows.extend(token_ids)
-        self.ahead.count_round(num_ahead, len(rows.draft_token_ids))
+        self.ahead.count_round(num_ahead, len(rows.drafted.token_ids))
+
+    def _observe(self, rows: DraftRows, token_ids: Sequence[int]) -> None:
+        """Learns from what became of the block that was sent."""
+        self.ahead.observe_gap(self.ahead.clock() - rows.sent_at)
+        num_drafted = len(rows.drafted.token_ids)
+        num_accepted, rank, num_known = rows.rank_of(token_ids)
+        self.ahead.outcomes.observe(num_drafted, num_accepted)
+        if num_accepted < num_drafted:
+            self.ahead.outcomes.observe_rejection(rank, num_known)
 
     def room(self, session: Session) -> int:
         return self._rows[session].room
@@ -105,6 +118,7 @@ class DraftModelDrafter:
 
     def close(self, session: Session) -> None:
         if rows := self._rows.pop(session, None):
+            rows.drop_branches()
             rows.cache.release()
         self._chooser.close(session)
 
@@ -120,24 +134,19 @@ class DraftModelDrafter:
         return any(rows.can_run_ahead for rows in self._rows.values())
 
     def run_ahead(self) -> None:
-        sessions = [one for one in self._rows.values() if one.can_run_ahead]
-        for one in sessions:
-            one.is_stopped = not _has_memory(one, len(one.draft_token_ids))
-        sessions = [one for one in sessions if not one.is_stopped]
-        if not sessions:
-            return
         try:
-            self._append(sessions, self._forward_last(sessions))
-            self.ahead.count_pass(len(sessions))
+            self._feed_last(())
         except Exception:
-            logger.exception("running ahead failed", extra={"session_count": len(sessions)})
-            for one in sessions:
-                one.forget()
+            logger.exception("running ahead failed", extra={"session_count": len(self._rows)})
+            self._forget_branches()
 
     def step(self, table: SessionTable) -> list[Draft]:
         begun = [one for one in self._rows.values() if one.has_begun]
+        if done := [one for one in begun if not one.is_drafting]:
+            # They need not wait for the others.
+            return [replace(self._answer(one), was_ready=True) for one in done]
         for one in begun:
-            if not _has_memory(one, one.max_draft_tokens - 1):
+            if not reserve(one, one.max_draft_tokens - 1, self._rows.values()):
                 one.drop_ahead()
         begun = [one for one in begun if one.has_begun]
         batch, starved = build_batch(
@@ -153,6 +162,7 @@ class DraftModelDrafter:
             ready = self._draft(batch, begun)
         except Exception:
             logger.exception("drafting failed", extra={"session_count": len(sessions)})
+            self._forget_branches()
             return refusals + [Draft(one.session, reason=UndraftedReason.ERROR) for one in sessions]
         return refusals + [self._answer(rows) for rows in ready]
 
@@ -161,62 +171,69 @@ class DraftModelDrafter:
     ) -> list[DraftRows]:
         """Feeds the given number of missing rows of each session, and drafts where none is left.
 
-        Goes on with blocks that were begun ahead.
+        Goes on with blocks that were begun ahead, and beside all that with branches.
 
         Returns:
-            The sessions whose block is ready: `draft_token_ids`, empty if the model gave no usable
-            logits.
+            The sessions whose block is ready: `drafted`, empty if the model gave no usable logits.
         """
         ready = [one for one, rows in batch if completes(one, rows)]
-        drafting = [one for one in begun if one.is_drafting]
+        drafting = [*begun]
         if batch:
             logits = self._forward([missing_chunk(one, rows) for one, rows in batch])
             for one, _ in batch:
                 one.publish()
-            drafting += self._append(ready, logits)
-        while drafting:
-            drafting = self._append(drafting, self._forward_last(drafting))
+            self._append([(one, one) for one in ready], logits)
+            drafting += ready
+        while drafting := [one for one in drafting if one.is_drafting]:
+            self._feed_last(drafting)
         return [*ready, *begun]
 
+    def _feed_last(self, drafting: Sequence[DraftRows]) -> None:
+        """Drafts one token more for each session, and for branches of others."""
+        began = self.ahead.clock()
+        room = self.max_num_batched_tokens - len(drafting)
+        ahead = self._branching.lines(self._rows.values(), room)
+        lines: list[Line] = [*((one, one) for one in drafting), *ahead]
+        if not lines:
+            return
+        chunks = [SequenceChunk(line.cache, (line.last_token_id,), 1) for _, line in lines]
+        self._append(lines, self._forward(chunks))
+        self.ahead.count_pass(len(ahead))
+        self.ahead.pass_cost.observe(len(lines), self.ahead.clock() - began)
+
+    def _forget_branches(self) -> None:
+        """Gives up the rows of sessions with branches: what a failed pass left is not known."""
+        for one in self._rows.values():
+            if one.branches is not None:
+                one.forget()
+
     def _answer(self, rows: DraftRows) -> Draft:
-        if not rows.draft_token_ids:
+        if not rows.drafted.token_ids:
             return Draft(rows.session, reason=UndraftedReason.ERROR)
         token_ids, draft_probs = rows.take_block()
+        rows.sent_at = self.ahead.clock()
         block = rows.context.to_target(token_ids, rows.session.num_wanted)
         if not block:
             return Draft(rows.session, reason=UndraftedReason.EMPTY)
         rule = self._chooser.rule(rows, has_probs=bool(draft_probs))
         return Draft(rows.session, block, rule=rule, draft_probs=tuple(draft_probs))
 
-    def _append(self, sessions: Sequence[DraftRows], logits: Tensor) -> list[DraftRows]:
-        """Appends a token to each block; returns the sessions that want more."""
-        # logits: those of each session's last row, [num_sessions, vocab_size]
-        if not sessions:
-            return []
-        rows = [(one, len(one.draft_token_ids)) for one in sessions]
-        tokens = self._chooser.choose(logits, rows)
-        for one, token in zip(sessions, tokens, strict=True):
-            one.extend_draft([token])
-        return [one for one in sessions if one.is_drafting]
-
-    def _forward_last(self, sessions: Sequence[DraftRows]) -> Tensor:
-        """Feeds the last draft token of each session."""
-        return self._forward(
-            [SequenceChunk(one.cache, one.draft_token_ids[-1:], 1) for one in sessions]
-        )
+    def _append(
+        self,
+        lines: Sequence[Line],
+        logits: Tensor,  # those of each line's last row, [num_lines, vocab_size]
+    ) -> None:
+        """Appends a token to each block or branch."""
+        if not lines:
+            return
+        places = [Place(owner, line, len(line.drafted.token_ids)) for owner, line in lines]
+        tokens, runner_ups = self._chooser.choose(logits, places, self.ahead.num_runner_ups)
+        for (_, line), token, others in zip(lines, tokens, runner_ups, strict=True):
+            line.extend_draft(token, others)
 
     def _forward(self, chunks: Sequence[SequenceChunk]) -> Tensor:
         self.num_passes += 1
         return self._runner.forward(chunks)
-
-
-def _has_memory(one: DraftRows, num_draft_rows: int) -> bool:
-    """Whether the cache could be made to hold so many draft rows beyond the context."""
-    try:
-        one.cache.reserve(len(one.token_ids) + num_draft_rows)
-    except OutOfBlocks:
-        return False
-    return True
 
 
 def completes(one: DraftRows, rows: int) -> bool:

@@ -12,13 +12,15 @@ A greedy request is drafted greedily whatever the method.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from proposer_svc.session_table import Session
-from specgw.engine.laws import Laws, block_maxima, first_maximum, laws_of
-from specgw.engine.rng import Keys, Stream
+from specgw.engine.laws import Laws, block_maxima, first_maximum, laws_of, next_maxima
+from specgw.engine.rng import NOISE_BLOCK, Keys, Stream, block_minima, token_noise
 from specgw.engine.sampling import RowSampling, build_keys, build_laws, sample
-from specgw.types import AcceptanceRule, TokenProbs
+from specgw.types import AcceptanceRule, DraftSampling, TokenProbs
+
+_SPARE = 4  # more candidates than runner-ups wanted: noise changes the order
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,11 @@ class DraftSampler:
         self.method = method
         self._max_support = max_support
 
+    @property
+    def uses_sampling(self) -> bool:
+        """Whether how a request is sampled matters."""
+        return self.method != "greedy"
+
     def rule(self, has_probs: bool) -> AcceptanceRule:
         """Returns how a block's tokens were chosen."""
         if has_probs:
@@ -49,7 +56,47 @@ class DraftSampler:
         rows: Sequence[RowSampling],
     ) -> list[DraftToken | None]:
         """Chooses a token for each row; None where the logits are not numbers."""
+        return self._choose(logits, block_maxima(logits), rows)
+
+    @torch.inference_mode()
+    def choose_with_runner_ups(
+        self,
+        logits: Tensor,  # as for `choose`
+        rows: Sequence[RowSampling],
+        count: int,
+    ) -> tuple[list[DraftToken | None], list[list[int]]]:
+        """Chooses a token for each row, and says what else the target may say, likeliest first.
+
+        Those are the next most probable tokens; with `coupled` the next in the order of the noise,
+        which the target chooses by too.
+        """
         maxima = block_maxima(logits)
+        tokens = self._choose(logits, maxima, rows)
+        first = torch.tensor([token.token_id if token else 0 for token in tokens])
+        random = []
+        if self.method == "coupled":
+            random = [i for i, row in enumerate(rows) if not row.is_greedy]
+        num_candidates = min(count + (_SPARE if random else 0), logits.shape[1] - 1)
+        ids, values = next_maxima(logits, maxima, first.to(logits.device), num_candidates)
+        if random:
+            order = _noise_order(ids[random], values[random], [rows[i] for i in random])
+            ids[random] = ids[random].gather(1, order)
+        is_possible = values.isfinite().all(dim=1).tolist()
+        kept = ids[:, :count].tolist()
+        return tokens, [
+            one if is_all else [] for one, is_all in zip(kept, is_possible, strict=True)
+        ]
+
+    def guesses_by(self, sampling: DraftSampling | None) -> DraftSampling | None:
+        """Returns how to guess a token that the target will choose, and no draft is tested for."""
+        return sampling if self.method == "coupled" else None
+
+    def _choose(
+        self,
+        logits: Tensor,  # [num_rows, vocab_size]
+        maxima: Tensor,  # [num_rows, num_blocks]
+        rows: Sequence[RowSampling],
+    ) -> list[DraftToken | None]:
         is_usable = maxima.amax(dim=1).isfinite().tolist()
         if self.method == "coupled":
             chosen = [DraftToken(token_id) for token_id in sample(logits, rows)]
@@ -87,10 +134,30 @@ def draw_from_largest(laws: Laws, count: int, keys: Keys) -> tuple[Tensor, Tenso
     return ids, probs, ids.gather(1, drawn.unsqueeze(1)).squeeze(1)
 
 
-def row_sampling(session: Session, num_drafted: int) -> RowSampling:
-    """Returns how the token that follows a session's context and some draft tokens is chosen."""
-    sampling = session.sampling
-    length = len(session.token_ids)
+def _noise_order(
+    ids: Tensor,  # [num_rows, num_ids]
+    logits: Tensor,  # [num_rows, num_ids], those of the ids
+    rows: Sequence[RowSampling],
+) -> Tensor:
+    """Returns the order in which the target's noise prefers some ids, [num_rows, num_ids]."""
+    keys = build_keys(Stream.NOISE, rows, ids.device)
+    num_blocks = int(ids.max()) // NOISE_BLOCK + 1
+    minima, places = block_minima(keys, num_blocks)  # [num_rows, num_blocks]
+    blocks = ids // NOISE_BLOCK
+    at = torch.arange(len(rows), device=ids.device).repeat_interleave(ids.shape[1])
+    noise = token_noise(
+        keys[at],
+        ids.flatten(),
+        minima.gather(1, blocks).flatten(),
+        places.gather(1, blocks).flatten(),
+    )
+    temperatures = torch.tensor([row.temperature for row in rows], dtype=torch.float64)
+    scores = logits.double() / temperatures.to(ids.device).unsqueeze(1) - noise.log().view_as(ids)
+    return scores.argsort(dim=1, descending=True, stable=True)
+
+
+def row_sampling(sampling: DraftSampling | None, length: int, num_drafted: int) -> RowSampling:
+    """Returns how the token is chosen that follows a context of a length and some draft tokens."""
     if sampling is None:
         return RowSampling(0.0, 1.0, 0, seed=0, position=length + num_drafted)
     return RowSampling(

@@ -51,9 +51,11 @@ class SessionVocabulary(Protocol):
     Attributes:
         has_target_ids: Whether the choices are the target's ids, so that they may be sampled by the
             request's noise and kept to its grammar. Else drafts are greedy.
+        has_draft_ids: Whether the choices are the draft model's ids.
     """
 
     has_target_ids: bool
+    has_draft_ids: bool
 
     def num_choices(self, session: Session) -> int:
         """Returns how many leading ids a draft token may be chosen from."""
@@ -100,7 +102,7 @@ class SharedVocabulary:
     """Implements both for models with the same tokens under the same ids."""
 
     summary = None
-    takes_samples = has_target_ids = True
+    takes_samples = has_target_ids = has_draft_ids = True
 
     def __init__(self, draft_model: ModelDescription, tokenizer_size: int | None = None) -> None:
         """Takes the draft model; `tokenizer_size` is how many of its ids mean something."""

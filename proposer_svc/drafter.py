@@ -32,6 +32,7 @@ class Draft:
     reason: UndraftedReason | None = None
     rule: AcceptanceRule = AcceptanceRule.ONE_HOT
     draft_probs: Sequence[TokenProbs] = ()
+    was_ready: bool = False  # before it was asked for
 
 
 class Drafter(Protocol):

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from proposer_svc.metrics import ProposerMetrics
 from proposer_svc.proposer import ProposerCore, ProposerLoad
 from specgw.errors import Cancelled, NotReady, SpecgwError
+from specgw.telemetry import name_thread
 from specgw.types import DraftBlock, Hello, HelloAck, ProposeStep
 
 logger = logging.getLogger(__name__)
@@ -85,6 +86,7 @@ class EngineThread:
         self._inbox.put(functools.partial(self._disconnect, stream))
 
     def _run(self) -> None:
+        name_thread("engine")
         self._proposer.enter_thread()
         while not self._is_stopped:
             try:

@@ -81,7 +81,7 @@ class TokenVocabulary:
     The draft's law is that of the tokens in common, renormalized: q' of the paper.
     """
 
-    has_target_ids = True
+    has_target_ids, has_draft_ids = True, False
 
     def __init__(self, mapping: VocabMapping) -> None:
         self._mapping = mapping
@@ -118,7 +118,7 @@ class StringVocabulary:
     it is known for whole words only, so a grammar of the target's tokens has no say in a draft.
     """
 
-    has_target_ids = False
+    has_target_ids, has_draft_ids = False, True
 
     def __init__(self, mapping: VocabMapping) -> None:
         self._mapping = mapping

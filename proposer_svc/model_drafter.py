@@ -7,6 +7,7 @@ from proposer_svc.draft_chooser import DraftChooser
 from proposer_svc.draft_grammar import DraftGrammars
 from proposer_svc.draft_model import DraftModelDrafter
 from proposer_svc.draft_sampling import DraftSampler
+from proposer_svc.draft_vocabulary import DraftVocabulary
 from proposer_svc.draft_vocabulary_choice import build_vocabulary
 from proposer_svc.drafter import Drafter
 from proposer_svc.parallel_draft import ParallelDrafter
@@ -22,16 +23,27 @@ from specgw.service_settings import ProposerSettings
 
 
 def _run_ahead(settings: ProposerSettings, runner: ModelRunner) -> RunAhead:
+    # A draft on the CPU of the target's machine would take cores from the target; on a GPU there,
+    # which may be the target's, only a narrow pass takes next to nothing.
+    has_own_device = runner.description.is_simulated or not is_local(settings.listen)
+    is_enabled, max_branches = settings.run_ahead == "on", settings.run_ahead_branches
     if settings.run_ahead == "auto":
-        # A draft on the CPU of the target's machine would take cores from the target.
-        has_own_device = runner.device.type != "cpu" or not is_local(settings.listen)
-        return RunAhead(is_enabled=has_own_device)
-    return RunAhead(is_enabled=settings.run_ahead == "on")
+        is_enabled = has_own_device or runner.device.type != "cpu"
+        max_branches = max_branches if has_own_device else 1
+    return RunAhead(is_enabled, max_branches)
 
 
-def _target_grammars(args: EngineArgs) -> GrammarCompiler:
+def _grammar_compiler(
+    args: EngineArgs, runner: ModelRunner, vocabulary: DraftVocabulary
+) -> GrammarCompiler:
+    """Returns what compiles grammars for the ids that drafts are chosen among."""
+    assert args.speculative_config is not None
+    settings = args.structured_outputs_config
+    if vocabulary.summary is None:  # the draft model's are the target's
+        model = str(args.speculative_config.model)
+        return compiler_for(model, runner.vocab_size, runner.eos_token_ids, settings)
     vocab_size = int(read_config(resolve_model(args.model, with_weights=False))["vocab_size"])
-    return compiler_for(args.tokenizer_path, vocab_size, load_eos_token_ids(args.model))
+    return compiler_for(args.tokenizer_path, vocab_size, load_eos_token_ids(args.model), settings)
 
 
 def load_model_drafter(args: EngineArgs) -> Drafter:
@@ -45,11 +57,7 @@ def load_model_drafter(args: EngineArgs) -> Drafter:
     runner = load_model(draft_options(args))
     vocabulary = build_vocabulary(args, runner.description)
     sampler = DraftSampler(config.draft_sample_method, args.specgw.proposer.max_draft_support)
-    if vocabulary.summary is None:  # the draft model's ids are the target's
-        compiler = compiler_for(str(config.model), runner.vocab_size, runner.eos_token_ids)
-    else:
-        compiler = _target_grammars(args)
-    chooser = DraftChooser(sampler, DraftGrammars(compiler))
+    chooser = DraftChooser(sampler, DraftGrammars(_grammar_compiler(args, runner, vocabulary)))
     batched_tokens = args.specgw.proposer.max_num_batched_tokens
     if not config.parallel_drafting:
         ahead = _run_ahead(args.specgw.proposer, runner)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from proposer_svc.draft_chooser import DraftChooser
+from proposer_svc.draft_chooser import DraftChooser, Place
 from proposer_svc.draft_model import DraftModelDrafter, completes, missing_chunk
 from proposer_svc.draft_rows import DraftRows
 from proposer_svc.draft_vocabulary import DraftVocabulary
@@ -80,10 +80,12 @@ class ParallelDrafter(DraftModelDrafter):
         if not ready:
             return []
         logits[:, self._mask_token_id] = -torch.inf  # [sum of num_wanted, vocab_size]
-        rows = [(one, offset) for one in ready for offset in range(one.session.num_wanted)]
-        tokens = iter(self._chooser.choose(logits, rows))
+        places = [
+            Place(one, one, offset) for one in ready for offset in range(one.session.num_wanted)
+        ]
+        tokens = iter(self._chooser.choose(logits, places)[0])
         for one in ready:
-            one.extend_draft([next(tokens) for _ in range(one.session.num_wanted)])
+            one.extend_block([next(tokens) for _ in range(one.session.num_wanted)])
         blocks = torch.split(logits, [one.session.num_wanted for one in ready])
         for one, block in zip(ready, blocks, strict=True):
             if self._chooser.is_constrained(one.session):
@@ -96,10 +98,10 @@ class ParallelDrafter(DraftModelDrafter):
         rows: Tensor,  # [num_wanted, vocab_size]
     ) -> None:
         """Chooses a block's tokens anew, each among those that its constraint lets follow."""
-        one.draft_token_ids, one.draft_probs = [], []
+        one.drafted.clear()
         for offset, row in enumerate(torch.split(rows, 1)):
-            one.extend_draft(self._chooser.choose(row, [(one, offset)]))
-            if not one.draft_token_ids:
+            one.extend_block(self._chooser.choose(row, [Place(one, one, offset)])[0])
+            if not one.drafted.token_ids:
                 return
 
     def _masked_chunk(self, one: DraftRows, rows: int) -> SequenceChunk:

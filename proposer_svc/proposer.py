@@ -251,7 +251,8 @@ def _block(draft: Draft, draft_s: float) -> tuple[str, DraftBlock]:
     session = draft.session
     length = len(session.token_ids)
     block = DraftBlock(
-        *(session.session_id, length, draft.token_ids, draft.reason, draft_s),
+        *(session.session_id, length, draft.token_ids, draft.reason),
+        draft_s=0.0 if draft.was_ready else draft_s,
         rule=draft.rule,
         draft_probs=draft.draft_probs,
     )

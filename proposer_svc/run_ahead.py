@@ -1,17 +1,25 @@
-"""Whether to draft beyond the last block while the verifier tests it, and what came of that.
+"""Whether to draft beyond the last block while the verifier tests it, how far, and what came of it.
 
-A block that was drafted ahead continues the one before it and a guess of the target's own next
-token. It is of use if all of that is accepted and the guess is right; otherwise the work is wasted,
-and if it runs on cores that the target needs, it delays the target. Nothing of it can reach an
-answer: the verifier tests the block like any other.
+What was drafted ahead is of use if the outcome of the round is one that it was drafted for;
+otherwise the work is wasted, and if it runs on cores that the target needs, it delays the target.
+Nothing of it can reach an answer: the verifier tests the block like any other.
 """
 
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+
+from proposer_svc.branches import fan_out
 
 _WEIGHT = 0.05  # of the newest round in the rate of hits
 _MIN_HIT_RATE = 0.15  # below it pauses: a hit saves one drafting time, a miss costs part of one
 _TRIAL_ROUNDS = 32  # before the rate counts
 _PAUSE_ROUNDS = 512
+_DECAY = 0.995  # of what is known, with each new round or pass
+_NUM_RATES = 4  # runner-ups of a token that may be followed
+_PRIOR_TIMES = 8.0
+_PRIOR_ACCEPTANCE = 0.8
+_PRIOR_RATE = 0.5  # of each runner-up, if none before it is right
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,20 +32,151 @@ class RunAheadCounts:
     miss_count: int = 0  # rounds whose tokens drafted ahead were dropped
 
 
-class RunAhead:
-    """Switches itself off while it does not pay. One for all sessions."""
+@dataclass(slots=True)
+class Share:
+    """How often something was so, of recent times."""
 
-    def __init__(self, is_enabled: bool = False) -> None:
+    hits: float
+    times: float
+
+    def observe(self, count: float, of: float) -> None:
+        """Takes in some times more."""
+        self.hits = _DECAY * self.hits + count
+        self.times = _DECAY * self.times + of
+
+    @property
+    def value(self) -> float:
+        """The share."""
+        return self.hits / self.times
+
+
+class Outcomes:
+    """How blocks fare with the target: how much is accepted, and what it says instead."""
+
+    def __init__(self) -> None:
+        self._acceptance = Share(_PRIOR_TIMES * _PRIOR_ACCEPTANCE, _PRIOR_TIMES)
+        # Of each runner-up, if none before it was right.
+        self._by_rank = [Share(_PRIOR_TIMES * _PRIOR_RATE, _PRIOR_TIMES) for _ in range(_NUM_RATES)]
+
+    def observe(self, num_drafted: int, num_accepted: int) -> None:
+        """Counts a round."""
+        self._acceptance.observe(num_accepted, min(num_accepted + 1, num_drafted))
+
+    def observe_rejection(self, rank: int | None, num_known: int) -> None:
+        """Counts which of the known runner-ups was right, from 0; None for none of them."""
+        for place, share in enumerate(self._by_rank[:num_known]):
+            share.observe(place == rank, 1)
+            if place == rank:
+                return
+
+    @property
+    def acceptance(self) -> float:
+        """Probability that a draft token is accepted if those before it were."""
+        return self._acceptance.value
+
+    @property
+    def rates(self) -> Sequence[float]:
+        """Probability of each runner-up of a rejected token, none larger than the one before."""
+        rates: list[float] = []
+        left = 1.0
+        for share in self._by_rank:
+            rates.append(min(left * share.value, *rates[-1:], 1.0))
+            left *= 1 - share.value
+        return rates
+
+
+@dataclass(slots=True)
+class PassCost:
+    """Seconds of a pass that feeds one row to each of some sequences: a line over their number."""
+
+    weight: float = 0.0
+    x: float = 0.0
+    y: float = 0.0
+    xx: float = 0.0
+    xy: float = 0.0
+
+    def observe(self, num_rows: int, pass_s: float) -> None:
+        """Takes in one pass."""
+        sums = (self.weight, self.x, self.y, self.xx, self.xy)
+        added = (1.0, num_rows, pass_s, num_rows**2, num_rows * pass_s)
+        self.weight, self.x, self.y, self.xx, self.xy = (
+            _DECAY * value + more for value, more in zip(sums, added, strict=True)
+        )
+
+    def most_rows(self, pass_s: float) -> float:
+        """Returns how many rows a pass of that time has; as many as one likes if rows are free."""
+        if not self.weight:
+            return float("inf")
+        mean_x, mean_y = self.x / self.weight, self.y / self.weight
+        variance = self.xx / self.weight - mean_x**2
+        if variance < 0.1:
+            return float("inf") if mean_y <= pass_s else mean_x
+        slope = (self.xy / self.weight - mean_x * mean_y) / variance
+        if slope <= 0:
+            return float("inf") if mean_y <= pass_s else mean_x
+        return mean_x + (pass_s - mean_y) / slope
+
+
+class RunAhead:
+    """Decides how much to draft ahead, and switches itself off while that does not pay.
+
+    One for all sessions. Branches are as many as the time between a block and the commit after it
+    has room for, by what passes with more rows are seen to take: where rows cost time, as on CPUs,
+    that is one, the block fully accepted and the draft's own guess after it.
+    """
+
+    def __init__(
+        self,
+        is_enabled: bool = False,
+        max_branches: int = 1,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self.counts = RunAheadCounts()
+        self.outcomes = Outcomes()
+        self.pass_cost = PassCost()
+        self.clock = clock
+        self._max_branches = max_branches
         self._is_enabled = is_enabled
         self._hit_rate = 1.0
         self._num_rounds = 0
         self._pause = 0
+        self._num_runner_ups = _NUM_RATES
+        self._gap_s: float | None = None  # from a block to the commit after it
 
     @property
     def is_on(self) -> bool:
         """Whether to draft ahead now."""
         return self._is_enabled and not self._pause
+
+    @property
+    def num_runner_ups(self) -> int:
+        """How many runner-ups of each draft token to keep: those followed, and one to learn of."""
+        if not self.is_on or self._max_branches == 1:
+            return 0
+        return self._num_runner_ups
+
+    def fan_out(self, num_draft_tokens: int, num_sessions: int) -> Sequence[int]:
+        """Returns how many guesses of a session to follow after 0, 1, ... all tokens of its block.
+
+        Args:
+            num_draft_tokens: Of that block.
+            num_sessions: That share the passes.
+        """
+        num_branches = self._max_branches
+        if num_branches > 1 and self._gap_s is not None:
+            # The guess after the whole block takes one pass more than the others.
+            num_rows = self.pass_cost.most_rows(self._gap_s / (num_draft_tokens + 1))
+            num_branches = int(max(1, min(num_branches, num_rows / num_sessions)))
+        outcomes = self.outcomes
+        counts = fan_out(num_branches, num_draft_tokens, outcomes.acceptance, outcomes.rates)
+        self._num_runner_ups = min(_NUM_RATES, max(counts) + 1)
+        return counts
+
+    def observe_gap(self, gap_s: float) -> None:
+        """Takes in the time from a block to the commit after it."""
+        if self._gap_s is None:
+            self._gap_s = gap_s
+        self._gap_s += _WEIGHT * (min(gap_s, 3 * self._gap_s) - self._gap_s)
 
     def count_pass(self, num_tokens: int) -> None:
         """Counts tokens that were drafted ahead."""

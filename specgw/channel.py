@@ -59,11 +59,24 @@ def open_channel(address: str, tls: TlsSettings | None = None) -> grpc.aio.Chann
 def status_to_error(error: grpc.aio.AioRpcError) -> SpecgwError:
     """Returns the error that the peer raised, or the one that its status stands for."""
     metadata = {key: str(value) for key, value in error.trailing_metadata() or ()}
-    details = error.details() or ""
-    if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
-        return _overloaded(details, metadata.get(RETRY_AFTER_KEY, ""))
-    build = _BY_STATUS.get(error.code())
-    return build(details) if build else SpecgwError(f"{error.code().name}: {details}")
+    pushback_ms = metadata.get(RETRY_AFTER_KEY, "")
+    retry_after_s = int(pushback_ms) / 1000 if pushback_ms.isdecimal() else None
+    return build_error(error.code(), error.details() or "", retry_after_s)
+
+
+def build_error(
+    code: grpc.StatusCode, details: str, retry_after_s: float | None = None
+) -> SpecgwError:
+    """Returns the error that travels as a status."""
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return _overloaded(details, retry_after_s)
+    build = _BY_STATUS.get(code)
+    return build(details) if build else SpecgwError(f"{code.name}: {details}")
+
+
+def too_large(details: str) -> InvalidRequest:
+    """Returns the error for a message that is over the limit."""
+    return InvalidRequest("message", _Verbatim(details), f"must fit {MAX_MESSAGE_BYTES} bytes")
 
 
 class _Verbatim(str):
@@ -75,11 +88,11 @@ class _Verbatim(str):
         return str(self)
 
 
-def _overloaded(details: str, pushback_ms: str) -> SpecgwError:
+def _overloaded(details: str, retry_after_s: float | None) -> SpecgwError:
     # gRPC itself uses this status for a message over the limit: sending it again cannot help.
     if "larger than max" in details:
-        return InvalidRequest("message", _Verbatim(details), f"must fit {MAX_MESSAGE_BYTES} bytes")
-    return Overloaded(details, int(pushback_ms) / 1000 if pushback_ms.isdecimal() else 1.0)
+        return too_large(details)
+    return Overloaded(details, 1.0 if retry_after_s is None else retry_after_s)
 
 
 def _invalid_request(details: str) -> InvalidRequest:

@@ -48,6 +48,7 @@ _SERVE_FLAGS: Mapping[tuple[str, ...], str] = {
     ("--spec-method",): "spec_method",
     ("--spec-model",): "spec_model",
     ("--spec-tokens",): "spec_tokens",
+    ("--structured-outputs-config",): "structured_outputs_config",
 }
 
 

@@ -16,6 +16,7 @@ from specgw.speculative_config import (
     SpeculativeConfig,
     upper_backend,
 )
+from specgw.structured_outputs_config import StructuredOutputsConfig
 from specgw.vllm_names import ALIASES, DEPRECATED_METHODS
 
 _ApiKey = Annotated[str, Field(min_length=1)]
@@ -200,6 +201,10 @@ class EngineArgs(Ruled):
     """Another name for `speculative_config.model`."""
     spec_tokens: int | None = None
     """Another name for `speculative_config.num_speculative_tokens`."""
+    structured_outputs_config: Annotated[
+        StructuredOutputsConfig, BeforeValidator(_json_or_mapping)
+    ] = StructuredOutputsConfig()
+    """What holds for the constraints of all requests: a mapping, or JSON."""
     specgw: SpecgwSettings = SpecgwSettings()
     """Everything that vLLM has no key for."""
 

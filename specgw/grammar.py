@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from specgw.errors import ConfigError, InvalidRequest
 from specgw.model_files import resolve_model
 from specgw.structured_outputs import StructuredOutputsParams
+from specgw.structured_outputs_config import StructuredOutputsConfig
 from specgw.types import GenerateRequest
 from specgw.vocab import tokenizer_json
 
@@ -29,6 +30,7 @@ _MAX_CACHED = 128
 _STEP_FUEL = 100_000
 _INITIAL_FUEL = 200_000
 _BITS = 32  # of a word of a mask
+_UNLIMITED = StructuredOutputsConfig()
 
 
 class GrammarMatcher:
@@ -112,11 +114,17 @@ class GrammarCompiler:
             has none. Called once, when the first constraint comes.
         vocab_size: Rows of the model's output layer; fewer than the tokenizer's are no limit.
         eos_token_ids: End the output; allowed exactly where the text is complete.
+        config: What holds for every constraint.
     """
 
     def __init__(
-        self, read_tokenizer: Callable[[], str], vocab_size: int, eos_token_ids: Sequence[int]
+        self,
+        read_tokenizer: Callable[[], str],
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        config: StructuredOutputsConfig = _UNLIMITED,
     ) -> None:
+        self._config = config
         self._read_tokenizer = read_tokenizer
         self._vocab_size = vocab_size
         self._eos_token_ids = list(eos_token_ids)
@@ -148,6 +156,10 @@ class GrammarCompiler:
         Raises:
             InvalidRequest: naming the field that is not a constraint, or is too large a one.
         """
+        params = params.limited(
+            without_whitespace=self._config.disable_any_whitespace,
+            without_additional_properties=self._config.disable_additional_properties,
+        )
         with self._lock:
             start = self._compiled.get(params)
             tokenizer = self._tokenizer = self._tokenizer or self._build_tokenizer()
@@ -182,13 +194,18 @@ class GrammarCompiler:
             raise _unavailable(f"llguidance cannot use the model's tokenizer: {error}") from None
 
 
-def compiler_for(tokenizer: str, vocab_size: int, eos_token_ids: Sequence[int]) -> GrammarCompiler:
+def compiler_for(
+    tokenizer: str,
+    vocab_size: int,
+    eos_token_ids: Sequence[int],
+    config: StructuredOutputsConfig = _UNLIMITED,
+) -> GrammarCompiler:
     """Returns the compiler for the tokenizer of a model, by its name or path."""
 
     def read() -> str:
         return tokenizer_json(resolve_model(tokenizer, with_weights=False))
 
-    return GrammarCompiler(read, vocab_size, eos_token_ids)
+    return GrammarCompiler(read, vocab_size, eos_token_ids, config)
 
 
 def _compile(params: StructuredOutputsParams, tokenizer: LLTokenizer) -> LLMatcher:
@@ -215,7 +232,9 @@ def _grammar(params: StructuredOutputsParams) -> str:
         return grammar_from("choice", json.dumps(params.choice))
     if params.grammar is not None:
         return grammar_from("grammar", params.grammar)
-    options: JsonCompileOptions = {"whitespace_flexible": not params.disable_any_whitespace}
+    options: JsonCompileOptions = {}  # beats `x-guidance` in the schema
+    if params.disable_any_whitespace:
+        options["whitespace_flexible"] = False
     if params.whitespace_pattern is not None:
         options["whitespace_pattern"] = params.whitespace_pattern
     return LLMatcher.grammar_from_json_schema(json.dumps(params.schema()), overrides=options)

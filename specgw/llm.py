@@ -101,7 +101,10 @@ class LLM:
             self._deliver,
         )
         self._grammars = compiler_for(
-            args.tokenizer_path, self._runner.vocab_size, self._runner.eos_token_ids
+            args.tokenizer_path,
+            self._runner.vocab_size,
+            self._runner.eos_token_ids,
+            args.structured_outputs_config,
         )
         self._max_logprobs = args.max_logprobs
         self._seeds = random.Random(args.seed)

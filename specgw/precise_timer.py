@@ -12,6 +12,10 @@ class PreciseTimer:
     def __init__(self) -> None:
         self._late_s = 0.0
 
+    def now(self) -> float:
+        """Returns what `wait_until` compares with."""
+        return time.perf_counter()
+
     def wait_until(self, deadline: float) -> None:
         """Returns at `deadline`, a `time.perf_counter()`; at once if that is past."""
         left_s = deadline - time.perf_counter() - self._late_s

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, FilePath
+from pydantic import Field, FilePath, field_validator
 
 from specgw.config_rules import Frozen
 from specgw.fallback_settings import FallbackProposer
@@ -100,6 +100,11 @@ class ProposerSettings(Frozen):
     """Whether to draft beyond a block while the target tests it. `auto` means on a GPU, or where
     `listen` is for other machines: on shared cores it would slow the target. It pauses by itself
     while too little of it is used."""
+    run_ahead_branches: Annotated[int, Field(ge=1, le=64)] = 22
+    """Most blocks drafted ahead for a session, each for another outcome of the round. With 1 that
+    is the whole block accepted and the draft's own guess after it. More are drafted in the same
+    passes, so far as measured times leave room; under `run_ahead: auto` only where the draft model
+    has a device of its own."""
     max_sessions: PositiveInt = 64
     """Most sessions over all verifiers; others decode without drafts."""
     max_draft_support: Annotated[PositiveInt, Field(le=MAX_DRAFT_SUPPORT)] = 64
@@ -124,8 +129,18 @@ class SimulationSettings(Frozen):
     """What each input row adds to it."""
     acceptance_rate: Annotated[float, Field(ge=0, le=1)] = 0.8
     """Probability that a draft token is the target's, if all before it were."""
+    runner_up_rates: tuple[Annotated[float, Field(ge=0, le=1)], ...] = (0.68, 0.15, 0.08, 0.04)
+    """Where it is not: probability that the draft's second choice is, its third, and so on; the sum
+    is at most 1. The default is Qwen2.5-Coder 0.5B for 1.5B, `python -m benchmarks.runner_ups`."""
     rtt_ms: Milliseconds = 0.0
     """What is added to the way between verifier and proposer and back."""
+
+    @field_validator("runner_up_rates")
+    @classmethod
+    def _is_distribution(cls, rates: tuple[float, ...]) -> tuple[float, ...]:
+        if sum(rates) > 1 + 1e-9:
+            raise ValueError(f"the sum must be at most 1, not {sum(rates):g}")
+        return rates
 
 
 class SpecgwSettings(Frozen):

@@ -5,7 +5,7 @@ Checks here need the constraint alone; `grammar.py` compiles it.
 
 import json as json_format
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from specgw.errors import InvalidRequest
@@ -120,6 +120,22 @@ class StructuredOutputsParams:
         """Returns the error that says what is wrong with a field, by default the constraint."""
         name = name or self.constraint
         return InvalidRequest(f"structured_outputs.{name}", getattr(self, name), rule)
+
+    def limited(
+        self, *, without_whitespace: bool, without_additional_properties: bool
+    ) -> "StructuredOutputsParams":
+        """Returns the same constraint with what is disabled for all constraints of its kind.
+
+        Raises:
+            InvalidRequest: for a whitespace pattern where JSON may have no whitespace.
+        """
+        is_json = self.json is not None or self.json_object is not None
+        return replace(
+            self,
+            disable_any_whitespace=self.disable_any_whitespace or (is_json and without_whitespace),
+            disable_additional_properties=self.disable_additional_properties
+            or (self.json is not None and without_additional_properties),
+        )
 
     def schema(self) -> Any:
         """Returns the JSON schema of `json` or `json_object`.

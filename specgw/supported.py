@@ -29,6 +29,7 @@ class Supported:
 
 
 _IN = "speculative_config"
+_CONSTRAINTS = "structured_outputs_config"
 SUPPORTED = (
     Supported("tensor_parallel_size", (1,), "{value} GPUs for one model", "1"),
     Supported(
@@ -47,6 +48,12 @@ SUPPORTED = (
     Supported(
         f"{_IN}.enable_adaptive_verification", (False,), "adaptive verification", "all drafts"
     ),
+    Supported(
+        f"{_CONSTRAINTS}.backend", ("auto", "guidance"), "the backend {value}", "auto and guidance"
+    ),
+    Supported(f"{_CONSTRAINTS}.reasoning_parser", ("",), "the reasoning parser {value}", "none"),
+    Supported(f"{_CONSTRAINTS}.reasoning_parser_plugin", ("",), "reasoning parsers", "none"),
+    Supported(f"{_CONSTRAINTS}.enable_in_reasoning", (False,), "reasoning parsers", "none"),
 )
 
 

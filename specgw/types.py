@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -303,6 +304,7 @@ class VerifierInfo:
     kv_lookahead_per_session: int
     proposers: Sequence[ProposerStatus] = ()
     protocol_version: int = PROTOCOL_VERSION
+    generates_many: bool = False  # whether it has `GenerateMany`
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,8 +334,7 @@ class OpenSession:
     sampling: DraftSampling | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Commit:
+class Commit(NamedTuple):
     """Appends output tokens at `base_length` and asks for up to `max_draft_tokens` more."""
 
     session_id: int
@@ -375,8 +376,7 @@ class TokenProbs:
     probs: npt.NDArray[np.float32]  # [support size]
 
 
-@dataclass(frozen=True, slots=True)
-class DraftBlock:
+class DraftBlock(NamedTuple):
     """Draft tokens that continue the context of `base_length` tokens, or the reason for none.
 
     `draft_probs` has a law for each token exactly if the rule is PROBS.
@@ -389,6 +389,18 @@ class DraftBlock:
     draft_s: float = 0.0
     rule: AcceptanceRule = AcceptanceRule.ONE_HOT
     draft_probs: Sequence[TokenProbs] = ()
+
+
+class Round(NamedTuple):
+    """What became of the draft tokens of one request in one step.
+
+    `undrafted` says why a decode round had none; it is None for what was no decode round.
+    """
+
+    num_drafted: int = 0
+    num_accepted: int = 0
+    undrafted: UndraftedReason | None = None
+    is_synthetic: bool = False  # tokens were accepted at given rates, whatever they were
 
 
 @dataclass(slots=True)
@@ -404,7 +416,25 @@ class SpeculationStats:
     accepted_token_count: int = 0
     accepted_per_position: list[int] = field(default_factory=list)
     undrafted: dict[UndraftedReason, int] = field(default_factory=dict)
-    is_synthetic: bool = False  # tokens were accepted at given rates, whatever they were
+    is_synthetic: bool = False  # as of some round
+
+    def count(self, round: Round) -> None:
+        """Counts a round of any kind."""
+        if round.num_drafted:
+            self.count_round(round.num_drafted, round.num_accepted)
+            self.is_synthetic |= round.is_synthetic
+        elif round.undrafted is not None:
+            self.count_undrafted(round.undrafted)
+
+    def since(self, before: "SpeculationStats") -> Round:
+        """Returns the one round that was counted since a copy was taken."""
+        reasons = self.undrafted.items()
+        return Round(
+            self.draft_token_count - before.draft_token_count,
+            self.accepted_token_count - before.accepted_token_count,
+            next((one for one, n in reasons if n > before.undrafted.get(one, 0)), None),
+            self.is_synthetic,
+        )
 
     def count_round(self, num_drafted: int, num_accepted: int) -> None:
         """Counts a round that verified `num_drafted` (at least 1) tokens."""
@@ -501,8 +531,7 @@ class TokenLogprobs:
     rank: int
 
 
-@dataclass(frozen=True, slots=True)
-class GenerateOutput:
+class GenerateOutput(NamedTuple):
     """Output tokens committed in one step; the last one of a request has a finish reason.
 
     The first has the seed and, with prefix caching, how many tokens were in the cache already.
@@ -514,7 +543,7 @@ class GenerateOutput:
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     seed: int | None = None
-    speculation: SpeculationStats | None = None
+    round: Round = Round()
     cached_token_count: int | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()

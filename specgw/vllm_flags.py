@@ -1,14 +1,14 @@
 """Rewrites a command line as vLLM's parser does, before click sees it.
 
 `_` in a flag is `-`, and `--speculative-config.KEY VALUE` sets one key of the JSON that the flag
-takes; `KEY+` splits VALUE at commas.
+takes; `KEY+` splits VALUE at commas. So it is with `--structured-outputs-config`.
 """
 
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-_TAKE_JSON = ("--speculative-config", "-sc")
+_TAKE_JSON = ("--speculative-config", "-sc", "--structured-outputs-config")
 
 
 def normalized(arguments: Sequence[str]) -> list[str]:

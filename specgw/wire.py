@@ -432,6 +432,7 @@ def verifier_info_from_pb(pb: verifier_pb2.GetVerifierInfoResponse) -> VerifierI
         kv_lookahead_per_session=pb.kv_lookahead_per_session,
         proposers=[proposer_status_from_pb(one) for one in pb.proposers],
         protocol_version=pb.protocol_version,
+        generates_many=pb.generates_many,
     )
 
 
@@ -446,6 +447,7 @@ def verifier_info_to_pb(verifier: VerifierInfo) -> verifier_pb2.GetVerifierInfoR
         max_draft_tokens=verifier.max_draft_tokens,
         kv_lookahead_per_session=verifier.kv_lookahead_per_session,
         proposers=[proposer_status_to_pb(one) for one in verifier.proposers],
+        generates_many=verifier.generates_many,
     )
 
 
@@ -586,7 +588,11 @@ def _draft_block_from_pb(pb: proposer_pb2.DraftBlock, field: str) -> DraftBlock:
         reason=reason,
         draft_s=pb.draft_time.seconds + pb.draft_time.nanos / _NANOS,
         rule=_RULE_FROM_PB.get(pb.rule, AcceptanceRule.ONE_HOT),
-        draft_probs=_draft_probs_from_pb(pb.draft_probs, f"{field}.draft_probs"),
+        draft_probs=(
+            _draft_probs_from_pb(pb.draft_probs, f"{field}.draft_probs")
+            if pb.HasField("draft_probs")
+            else ()
+        ),
     )
 
 
@@ -665,7 +671,10 @@ def generate_request_to_pb(request: GenerateRequest) -> verifier_pb2.GenerateReq
 
 
 def generate_output_from_pb(pb: verifier_pb2.GenerateResponse) -> GenerateOutput:
-    """Unpacks a response. A finish reason that only a newer peer knows counts as STOP."""
+    """Unpacks a response, but for the statistics, which are totals: its round is empty.
+
+    A finish reason that only a newer peer knows counts as STOP.
+    """
     finish_reason = None
     if pb.finish_reason != verifier_pb2.FINISH_REASON_UNSPECIFIED:
         finish_reason = _FINISH_FROM_PB.get(pb.finish_reason, FinishReason.STOP)
@@ -674,23 +683,23 @@ def generate_output_from_pb(pb: verifier_pb2.GenerateResponse) -> GenerateOutput
         finish_reason=finish_reason,
         stop_token_id=pb.stop_token_id if pb.HasField("stop_token_id") else None,
         seed=pb.seed if pb.HasField("seed") else None,
-        speculation=(
-            speculation_stats_from_pb(pb.speculation) if pb.HasField("speculation") else None
-        ),
         logprobs=token_logprobs_from_pb(pb.logprobs, "logprobs"),
         prompt_logprobs=token_logprobs_from_pb(pb.prompt_logprobs, "prompt_logprobs"),
         cached_token_count=pb.cached_token_count if pb.HasField("cached_token_count") else None,
     )
 
 
-def generate_output_to_pb(output: GenerateOutput) -> verifier_pb2.GenerateResponse:
+def generate_output_to_pb(
+    output: GenerateOutput, speculation: SpeculationStats | None = None
+) -> verifier_pb2.GenerateResponse:
+    """Packs an output, and the totals over its request so far."""
     reason = output.finish_reason
     return verifier_pb2.GenerateResponse(
         token_ids=token_ids_to_pb(output.token_ids),
         finish_reason=_FINISH_TO_PB[reason] if reason else verifier_pb2.FINISH_REASON_UNSPECIFIED,
         stop_token_id=output.stop_token_id,
         seed=output.seed,
-        speculation=speculation_stats_to_pb(output.speculation) if output.speculation else None,
+        speculation=speculation_stats_to_pb(speculation) if speculation else None,
         logprobs=token_logprobs_to_pb(output.logprobs),
         prompt_logprobs=token_logprobs_to_pb(output.prompt_logprobs),
         cached_token_count=output.cached_token_count,

@@ -23,7 +23,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Lets a soak and all chi-squares be asked for; by default the suite is short."""
     parser.addoption("--load-rounds", type=int, default=1, help="rounds of test_load.py")
     parser.addoption(
-        "--whole-matrix", action="store_true", help="every cell of test_lossless_distribution.py"
+        "--whole-matrix",
+        action="store_true",
+        help="every cell of test_lossless_distribution.py, all schemas of test_json_schemas.py",
     )
 
 

@@ -1,6 +1,7 @@
 """Real gRPC services in the test's own process, on ports that the operating system chooses."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -8,6 +9,7 @@ from typing import Any
 
 import grpc
 
+from gateway.verifier_stream import VerifierStream
 from specgw import wire
 from specgw.channel import open_channel
 from specgw.config import EngineArgs, parse_config
@@ -15,7 +17,13 @@ from specgw.engine.model_runner import ModelRunner
 from specgw.errors import InvalidRequest
 from specgw.link import ProposerLink
 from specgw.server import ServiceServer
-from specgw.types import GenerateOutput, GenerateRequest, Hello, SamplingParams
+from specgw.types import (
+    GenerateOutput,
+    GenerateRequest,
+    Hello,
+    SamplingParams,
+    SpeculationStats,
+)
 from specgw.v1 import proposer_pb2, proposer_pb2_grpc, verifier_pb2, verifier_pb2_grpc
 from tests.scripted_proposers import ScriptedProposer
 from verifier_svc.proposer_link import GrpcProposerLink
@@ -82,6 +90,7 @@ class RunningVerifier:
 
     service: VerifierService
     stub: "verifier_pb2_grpc.VerifierServiceAsyncStub"
+    stream: VerifierStream
     address: str
 
     async def info(self) -> verifier_pb2.GetVerifierInfoResponse:
@@ -103,8 +112,7 @@ class RunningVerifier:
     ) -> list[GenerateOutput]:
         """Returns all outputs of one request."""
         request = GenerateRequest("test", tuple(prompt), params, max_draft_tokens=max_draft_tokens)
-        call = self.stub.Generate(wire.generate_request_to_pb(request), timeout=60)
-        return [wire.generate_output_from_pb(response) async for response in call]
+        return [one async for one in self.stream.generate(request, time.monotonic() + 60)]
 
 
 def verifier_args(
@@ -148,7 +156,12 @@ async def running_verifier(
     try:
         async with open_channel(server.addresses[0]) as channel:
             stub = verifier_pb2_grpc.VerifierServiceStub(channel)
-            yield RunningVerifier(service, stub, server.addresses[0])
+            address = server.addresses[0]
+            stream = VerifierStream(stub, address)
+            try:
+                yield RunningVerifier(service, stub, stream, address)
+            finally:
+                await stream.close()
     finally:
         await server.stop(0)
         await service.stop()
@@ -157,3 +170,11 @@ async def running_verifier(
 def token_ids(outputs: Sequence[GenerateOutput]) -> list[int]:
     """Joins the tokens of a request's outputs."""
     return [token_id for output in outputs for token_id in output.token_ids]
+
+
+def speculation(outputs: Sequence[GenerateOutput]) -> SpeculationStats:
+    """Adds up what became of a request's drafts."""
+    stats = SpeculationStats()
+    for output in outputs:
+        stats.count(output.round)
+    return stats

@@ -1,8 +1,9 @@
 """A verifier that plays a script: a real gRPC server without a model."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+import itertools
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -16,12 +17,14 @@ from specgw.types import (
     GenerateOutput,
     GenerateRequest,
     ModelDescription,
+    Round,
     SpeculationStats,
     TokenLogprobs,
     UndraftedReason,
     VerifierInfo,
 )
 from specgw.v1 import verifier_pb2, verifier_pb2_grpc
+from verifier_svc.client_stream import ClientStream, Sink
 
 
 class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer):
@@ -72,20 +75,41 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer):
             "scripted", "Script", vocab_size, vocab_fingerprint, max_model_len, "none", "cpu"
         )
         plenty = VerifierInfo("scripted", model, 1_000, 100_000, 1_000_000, 4, 4)
-        self.info = replace(plenty, **reports)
+        self.info = replace(plenty, **{"generates_many": True, **reports})
 
     async def Generate(  # noqa: N802
         self,
         request: verifier_pb2.GenerateRequest,
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> AsyncIterator[verifier_pb2.GenerateResponse]:
+        self.deadlines_s.append(context.time_remaining() or 0.0)
+        stats = SpeculationStats()
+        async with aclosing(self.play(request)) as outputs:
+            async for output in outputs:
+                stats.count(output.round)
+                yield wire.generate_output_to_pb(output, stats)
+
+    async def GenerateMany(  # type: ignore[override]  # noqa: N802
+        self,
+        request_iterator: AsyncIterator[verifier_pb2.GenerateManyRequest],
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> None:
+        async def noted() -> AsyncIterator[verifier_pb2.GenerateManyRequest]:
+            async for request in request_iterator:
+                if request.HasField("start"):
+                    self.deadlines_s.append(request.start.timeout.ToTimedelta().total_seconds())
+                yield request
+
+        await _Calls(self).stream.serve(noted(), context.write)
+
+    async def play(self, request: verifier_pb2.GenerateRequest) -> AsyncGenerator[GenerateOutput]:
+        """Yields the outputs of one call, counting it."""
         generate_request = wire.generate_request_from_pb(request)
         self.requests.append(generate_request)
-        self.deadlines_s.append(context.time_remaining() or 0.0)
         await self._count(opened=1)
         try:
             async for output in self._play(generate_request):
-                yield wire.generate_output_to_pb(output)
+                yield output
         except (asyncio.CancelledError, GeneratorExit):  # cancelled while playing, while writing
             self.cancelled_count += 1
             raise
@@ -122,8 +146,6 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer):
             stops.add(self._eos_token_id)
         stop_at = next((i + 1 for i in range(end) if token_ids[i] in stops), None)
         end = stop_at or end
-        stats = SpeculationStats()
-        stats.count_undrafted(UndraftedReason.DISABLED)
         position = len(request.output_token_ids)
         num_cached = self._cached_token_count
         prompt_logprobs = (
@@ -135,13 +157,14 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer):
             await self._interrupt(position)
             block = token_ids[position : min(position + self._block_size, end)]
             position += len(block)
+            round = Round(undrafted=UndraftedReason.DISABLED)
             if request.max_draft_tokens != 0 and self._block_size > 1 and block:
-                stats.count_round(self._block_size, min(len(block), self._block_size - 1))
+                round = Round(self._block_size, min(len(block), self._block_size - 1))
             if position < end:
                 yield GenerateOutput(
                     block,
                     seed=params.seed,
-                    speculation=stats.copy(),
+                    round=round,
                     cached_token_count=num_cached,
                     logprobs=scripted_logprobs(block, params.logprobs),
                     prompt_logprobs=prompt_logprobs,
@@ -153,7 +176,7 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer):
                 FinishReason.STOP if stop_at else FinishReason.LENGTH,
                 token_ids[end - 1] if stop_at else None,
                 params.seed,
-                stats.copy(),
+                round,
                 num_cached,
                 scripted_logprobs(block, params.logprobs),
                 prompt_logprobs,
@@ -176,6 +199,37 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer):
     async def _until(self, is_true: Any) -> None:
         async with asyncio.timeout(5), self.changed:
             await self.changed.wait_for(is_true)
+
+
+class _Calls:
+    """The calls of one `GenerateMany` stream. Implements `Sessions`."""
+
+    def __init__(self, verifier: ScriptedVerifier) -> None:
+        self.stream = ClientStream(self, max_calls=10_000, is_draining=False)
+        self._verifier = verifier
+        self._numbers = itertools.count()
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+
+    async def open_session(self, request: verifier_pb2.GenerateRequest, sink: Sink) -> int:
+        number = next(self._numbers)
+        self._tasks[number] = asyncio.create_task(self._run(request, sink))
+        return number
+
+    def close_session(self, session_id: int) -> None:
+        task = self._tasks.pop(session_id)
+        if task is not asyncio.current_task():  # else it ends by itself
+            task.cancel()
+
+    async def _run(self, request: verifier_pb2.GenerateRequest, sink: Sink) -> None:
+        try:
+            async with aclosing(self._verifier.play(request)) as outputs:
+                async for output in outputs:
+                    sink(output)
+                    self.stream.flush()
+                    await asyncio.sleep(0)  # as between steps
+        except SpecgwError as error:
+            sink(error)
+            self.stream.flush()
 
 
 def scripted_logprobs(token_ids: Sequence[int], num_top: int | None) -> tuple[TokenLogprobs, ...]:

@@ -37,7 +37,7 @@ class Answer:
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     seed: int | None = None
-    speculation: SpeculationStats | None = None
+    speculation: SpeculationStats = field(default_factory=SpeculationStats)
     error: SpecgwError | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -153,7 +153,7 @@ class InlineVerifier:
             answer.finish_reason = output.finish_reason
             answer.stop_token_id = output.stop_token_id
             answer.seed = answer.seed if output.seed is None else output.seed
-            answer.speculation = output.speculation
+            answer.speculation.count(output.round)
             answer.logprobs += output.logprobs
             answer.prompt_logprobs += output.prompt_logprobs
 

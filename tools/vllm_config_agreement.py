@@ -50,7 +50,7 @@ def _for_vllm(row: Row, checkpoints: Path) -> dict[str, object]:
 def _differs(ours: Judgement, theirs: str, message: str) -> bool:
     if ours.verdict == "refused" or theirs == "refused":
         return (ours.verdict == "refused") != (theirs == "refused")
-    return ours.method != message
+    return (ours.method or "") != message  # no drafts, no method
 
 
 def _surprises(row: Row, ours: Judgement, theirs: str, message: str) -> list[str]:

@@ -13,13 +13,14 @@ from typing import Any
 
 def main() -> None:
     """Judges what comes in on standard input."""
-    from vllm.config import ParallelConfig, speculative
+    from vllm.config import ParallelConfig, StructuredOutputsConfig, speculative
     from vllm.engine.arg_utils import EngineArgs, ModelConfig
 
     def judge(raw: dict[str, Any]) -> tuple[str, str]:
         drafting = raw.get("speculative_config")
         speculative.has_arctic_inference = lambda: raw["with_arctic"]
         try:
+            StructuredOutputsConfig(**raw.get("structured_outputs_config", {}))
             if isinstance(drafting, str):
                 drafting = json.loads(drafting)
             target = ModelConfig(model=raw["model"], max_model_len=raw.get("max_model_len"), seed=0)

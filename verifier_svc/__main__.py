@@ -47,7 +47,12 @@ async def _serve(
     service.register(server.grpc_server)
     service.start()
     serving = asyncio.create_task(
-        run_until_drained(server, grace_s=settings.drain_grace_s, parent_pipe=parent_pipe)
+        run_until_drained(
+            server,
+            grace_s=settings.drain_grace_s,
+            parent_pipe=parent_pipe,
+            on_drain=service.drain,
+        )
     )
     ends: set[asyncio.Future[Any]] = {serving, service.failed}
     await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)

@@ -60,6 +60,7 @@ class AnswerCost:
     """
 
     is_sequential: bool = True
+    num_answers: int = 0
     _weight: float = 0.0
     _x: float = 0.0
     _y: float = 0.0
@@ -69,11 +70,12 @@ class AnswerCost:
     def observe(self, num_tokens: int, answer_s: float) -> None:
         """Takes in one answer."""
         x, y = float(num_tokens), answer_s
-        values = (self._weight, self._x, self._y, self._xx, self._xy)
-        added = (1.0, x, y, x * x, x * y)
-        self._weight, self._x, self._y, self._xx, self._xy = (
-            _DECAY * value + more for value, more in zip(values, added, strict=True)
-        )
+        self.num_answers += 1
+        self._weight = _DECAY * self._weight + 1.0
+        self._x = _DECAY * self._x + x
+        self._y = _DECAY * self._y + y
+        self._xx = _DECAY * self._xx + x * x
+        self._xy = _DECAY * self._xy + x * y
 
     def seconds(self, num_tokens: int) -> float:
         """Returns the expected time of an answer with that many tokens; none for no tokens."""
@@ -81,9 +83,11 @@ class AnswerCost:
             return 0.0
         mean_x, mean_y = self._x / self._weight, self._y / self._weight
         variance = self._xx / self._weight - mean_x**2
-        slope = mean_y / mean_x if self.is_sequential else 0.0
+        most = mean_y / mean_x  # with more a token, no tokens would take less than no time
+        slope = most if self.is_sequential else 0.0
         if variance > 0.1:
-            slope = max(0.0, (self._xy / self._weight - mean_x * mean_y) / variance)
+            slope = (self._xy / self._weight - mean_x * mean_y) / variance
+            slope = min(max(slope, 0.0), most)  # blocks that were ready scatter the others
         return max(0.0, mean_y + slope * (num_tokens - mean_x))
 
 
@@ -97,9 +101,11 @@ class StepCost:
         seconds = [seconds for _, seconds in profile]
         self._seconds = list(itertools.accumulate(reversed(seconds), min))[::-1]
         self._scale = 1.0
+        self.num_steps = 0
 
     def observe(self, num_rows: int, step_s: float) -> None:
         """Takes in one step of decoding sessions."""
+        self.num_steps += 1
         ratio = step_s / self._profiled(num_rows)
         if ratio < _OUTLIER * self._scale:
             self._scale += _SCALE_WEIGHT * (ratio - self._scale)
@@ -215,9 +221,12 @@ class DraftLength:
         self.num_running = 0  # sessions in the target's steps
         self.is_adaptive = is_adaptive
         self._schedule = sorted(schedule)
+        self._round_times: tuple[tuple[object, ...], list[float]] = ((), [])
 
     def allowed(self, room: int) -> int:
         """Returns the most draft tokens that the schedule lets a session have now."""
+        if not self._schedule:
+            return room
         firsts = [first for first, _, _ in self._schedule]
         index = bisect.bisect_right(firsts, self.num_running) - 1
         return room if index < 0 else min(room, self._schedule[index][2])
@@ -248,15 +257,27 @@ class DraftLength:
         if not self.is_adaptive or self.step_cost is None or cost is None:
             return allowed
         rate = session.acceptance.value(proposer.acceptance.value())
-        best, most = 0, _MIN_GAIN / self._seconds(0)
+        times = self._times(allowed, cost, self.step_cost)
+        best, most = 0, _MIN_GAIN / times[0]
         tokens = power = 1.0
         for num_tokens in range(1, allowed + 1):
             power *= rate
             tokens += power  # now E(num_tokens)
-            per_second = tokens / self._seconds(num_tokens, cost)
+            per_second = tokens / times[num_tokens]
             if per_second > most:
                 best, most = num_tokens, per_second
         return best
+
+    def _times(self, allowed: int, cost: AnswerCost, step_cost: StepCost) -> list[float]:
+        """Returns the expected times of rounds with 0 to `allowed` tokens, the same for all.
+
+        They are computed again when something was measured.
+        """
+        known = self.num_running, cost, cost.num_answers, step_cost, step_cost.num_steps
+        if known != self._round_times[0] or len(self._round_times[1]) <= allowed:
+            times = [self._seconds(num_tokens, cost) for num_tokens in range(allowed + 1)]
+            self._round_times = known, times
+        return self._round_times[1]
 
     def _probe_cost(self, proposer: ProposerHistory) -> float:
         """Returns what a round with few drafts costs, in rounds without any."""

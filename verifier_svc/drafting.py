@@ -8,7 +8,8 @@ Nothing here can change an answer: a block is only an offer. The rules for waiti
 - A session waits for its block until a deadline taken from the proposer's recent answers.
 - A proposer that misses deadlines in a row, or needs longer than a fully accepted block could save,
   is slow: it is asked no more, but for one session in a while that sees whether it recovered.
-- A step that could start without some sessions waits for those whose block is due within one step.
+- A step that could start without some sessions waits for those whose block is due within one step;
+  the less, the more blocks are ready when asked for (run-ahead) and the fewer sessions lack theirs.
 
 How many tokens are asked for is `draft_length.py`'s business.
 """
@@ -69,6 +70,8 @@ class _Peer:
     commit: list[Commit] = field(default_factory=list)
     close: list[int] = field(default_factory=list)
     answer_s: float | None = None  # moving average of the time from asking to a block
+    drafted_s: float | None = None  # the same of those blocks that were not ready when asked for
+    ready_rate: float = 0.0  # moving average of how many were
     misses: int = 0
     is_slow: bool = False
     probe_at: float = 0.0
@@ -100,11 +103,19 @@ class _Peer:
         self.is_slow = False
         self.misses = 0
 
-    def measure(self, answer_s: float) -> float:
+    def measure(self, answer_s: float, was_ready: bool) -> float:
         """Returns the average with one more answer; a slow proposer is judged by the newest."""
         average = None if self.is_slow else self.answer_s
         self.answer_s = moving_average(average, answer_s)
+        self.ready_rate = moving_average(self.ready_rate, was_ready)
+        if not was_ready:
+            self.drafted_s = moving_average(self.drafted_s, answer_s)
         return self.answer_s
+
+    @property
+    def longest_s(self) -> float | None:
+        """The time from asking to a block that is not ready, or to any while there was none."""
+        return self.answer_s if self.drafted_s is None else self.drafted_s
 
 
 class Drafting:
@@ -131,6 +142,7 @@ class Drafting:
         self.step_s: float | None = None
         self._on_answer = on_answer
         self._uses_draft_probs = uses_draft_probs
+        self._measured: tuple[object, ...] = ()  # the newest answer
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -157,7 +169,8 @@ class Drafting:
     def link_up(self, address: str, ack: HelloAck) -> None:
         """A proposer can be asked from now on."""
         peer = self._peers[address]
-        peer.ack, peer.offer, peer.answer_s, peer.is_slow = ack, ack, None, False
+        peer.ack, peer.offer, peer.is_slow = ack, ack, False
+        peer.answer_s, peer.drafted_s, peer.ready_rate = None, None, 0.0
         peer.history = ProposerHistory.of(ack)
         logger.info("proposer connected", extra={"address": address, "method": ack.method})
 
@@ -244,7 +257,11 @@ class Drafting:
         peer, draft = self._peers[address], session.draft
         if draft.address != address or draft.asked_length != block.base_length:
             return
-        self._measure(peer, session, block, now)
+        # Blocks that were asked for together and come together are one answer.
+        answer = address, now, draft.asked_at, draft.asked_tokens, draft.is_first, block.reason
+        if answer != self._measured:
+            self._measured = answer
+            self._measure(peer, session, block, now)
         draft.asked_length = draft.deadline = None
         draft.is_first = False
         if block.reason not in (None, UndraftedReason.EMPTY):
@@ -274,8 +291,11 @@ class Drafting:
 
     def due_at(self, session: Session) -> float:
         """When the block of a waiting session is expected."""
-        answer_s = self._peers[session.draft.address].answer_s
-        return session.draft.asked_at + (answer_s or 0.0)
+        return session.draft.asked_at + (self._peers[session.draft.address].longest_s or 0.0)
+
+    def ready_rate(self, session: Session) -> float:
+        """How many of the proposer's blocks are ready when they are asked for."""
+        return self._peers[session.draft.address].ready_rate
 
     def _is_resting(self, peer: _Peer, now: float) -> bool:
         """Whether the proposer is too slow to be asked; lets one session through to probe it."""
@@ -287,9 +307,10 @@ class Drafting:
         return False
 
     def _wait_s(self, peer: _Peer, is_first: bool) -> float:
-        if is_first or peer.answer_s is None or self._wait_for_slow_drafts:
+        longest_s = peer.longest_s
+        if is_first or longest_s is None or self._wait_for_slow_drafts:
             return self._draft_timeout_s
-        wait_s = max(_MIN_DEADLINE_S, _DEADLINE_FACTOR * peer.answer_s)
+        wait_s = max(_MIN_DEADLINE_S, _DEADLINE_FACTOR * longest_s)
         return min(wait_s, self._draft_timeout_s)
 
     def _measure(self, peer: _Peer, session: Session, block: DraftBlock, now: float) -> None:
@@ -304,7 +325,8 @@ class Drafting:
         saves_s = math.inf
         if self.step_s is not None and not self.length.is_adaptive:
             saves_s = session.draft.asked_tokens * self.step_s
-        if peer.measure(answer_s) <= saves_s:
+        was_ready = bool(block.token_ids) and block.draft_s == 0
+        if peer.measure(answer_s, was_ready) <= saves_s:
             peer.mark_fast()
         else:
             peer.mark_slow(now)
@@ -313,6 +335,8 @@ class Drafting:
 
     def _draft_locally(self, session: Session, *, is_alone: bool) -> bool:
         """Drafts without a proposer, if something is found; returns whether it was."""
+        if session.prediction is None and not self._local.has_lookup:
+            return False
         draft, room = session.draft, self._room(session)
         if room <= 0:
             return False
@@ -431,9 +455,9 @@ class Drafting:
 
     def _usable(self, token_ids: Sequence[int]) -> Sequence[int]:
         """Returns the leading tokens that are ids of the target's."""
-        for position, token_id in enumerate(token_ids):
-            if not 0 <= token_id < self._vocab_size:
-                return token_ids[:position]
+        if token_ids and (min(token_ids) < 0 or max(token_ids) >= self._vocab_size):
+            is_usable = [0 <= token_id < self._vocab_size for token_id in token_ids]
+            return token_ids[: is_usable.index(False)]
         return token_ids
 
 

@@ -5,6 +5,7 @@ Draft tokens follow hypothetically and are taken back when the block is verified
 parameters ask for nothing has no processors and pays nothing.
 """
 
+import itertools
 import logging
 from collections.abc import Iterator, Sequence
 from typing import Protocol
@@ -12,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from specgw.engine.token_mask import allowed_tokens
+from specgw.engine.token_mask import keep_allowed_
 from specgw.errors import SpecgwError
 from specgw.grammar import GrammarMatcher
 from specgw.types import GenerateRequest, SamplingParams
@@ -183,42 +184,55 @@ class Penalties:
 
     With c the count of a token in the output, and r, f, p the penalties: a logit x of a token in
     the prompt or the output becomes x / r if x > 0, else x * r; then f * c + p * [c > 0] is taken
-    off.
+    off. Only tokens that have occurred are looked at, in drafts that were rejected too.
     """
 
     def __init__(
-        self,
-        params: SamplingParams,
-        prompt_token_ids: Sequence[int],
-        vocab_size: int,
-        device: torch.device,
+        self, params: SamplingParams, prompt_token_ids: Sequence[int], device: torch.device
     ) -> None:
         self._repetition = params.repetition_penalty
         self._frequency = params.frequency_penalty
         self._presence = params.presence_penalty
-        self._in_prompt = torch.zeros(vocab_size, dtype=torch.bool, device=device)
-        self._in_prompt[torch.tensor(prompt_token_ids, device=device)] = True
-        self._counts = torch.zeros(vocab_size, device=device)
+        self._places: dict[int, int] = {}  # of the tokens in the tensors below, [num_tokens]
+        self._token_ids = torch.empty(0, dtype=torch.int64, device=device)
+        self._counts = torch.empty(0, device=device)  # in the output
+        self._in_prompt = torch.empty(0, dtype=torch.bool, device=device)
+        if self._repetition != 1:
+            self._add(prompt_token_ids, in_prompt=True)
 
     def apply(self, logits: Tensor, output_token_ids: Sequence[int]) -> None:
+        penalized = logits[self._token_ids]
         in_output = self._counts > 0
         if self._repetition != 1:
-            penalized = torch.where(
-                logits > 0, logits / self._repetition, logits * self._repetition
-            )
-            torch.where(self._in_prompt | in_output, penalized, logits, out=logits)
-        logits.sub_(self._counts, alpha=self._frequency)
-        logits.sub_(in_output.float(), alpha=self._presence)
+            divisors = torch.where(self._in_prompt | in_output, self._repetition, 1.0)
+            penalized = torch.where(penalized > 0, penalized / divisors, penalized * divisors)
+        penalized.sub_(self._counts, alpha=self._frequency)
+        penalized.sub_(in_output.float(), alpha=self._presence)
+        logits[self._token_ids] = penalized
 
     def advance(self, token_ids: Sequence[int]) -> None:
+        self._add(token_ids, in_prompt=False)
         self._count(token_ids, 1.0)
 
     def take_back(self, token_ids: Sequence[int]) -> None:
         self._count(token_ids, -1.0)
 
+    def _add(self, token_ids: Sequence[int], *, in_prompt: bool) -> None:
+        """Makes places for the tokens that have none."""
+        added = [one for one in dict.fromkeys(token_ids) if one not in self._places]
+        if not added:
+            return
+        self._places.update(zip(added, itertools.count(len(self._places)), strict=False))
+        ids = torch.tensor(added, device=self._token_ids.device)
+        self._token_ids = torch.cat((self._token_ids, ids))
+        self._counts = torch.cat((self._counts, torch.zeros_like(ids, dtype=torch.float32)))
+        is_in_prompt = torch.full_like(ids, in_prompt, dtype=torch.bool)
+        self._in_prompt = torch.cat((self._in_prompt, is_in_prompt))
+
     def _count(self, token_ids: Sequence[int], change: float) -> None:
-        ids = torch.tensor(token_ids, device=self._counts.device)
-        self._counts.index_put_((ids,), self._counts.new_tensor(change), accumulate=True)
+        places = [self._places[one] for one in token_ids]
+        at = torch.tensor(places, dtype=torch.int64, device=self._counts.device)
+        self._counts.index_put_((at,), self._counts.new_tensor(change), accumulate=True)
 
 
 class GrammarRule:
@@ -235,10 +249,7 @@ class GrammarRule:
     def apply(self, logits: Tensor, output_token_ids: Sequence[int]) -> None:
         if self._num_beyond:  # a row that cannot be reached
             return
-        allowed = allowed_tokens(self._matcher.mask(), len(logits), logits.device)
-        logits.masked_fill_(~allowed, -torch.inf)
-        is_ruled_out = logits.max() == -torch.inf
-        logits.masked_fill_(allowed & is_ruled_out, 0.0)
+        keep_allowed_(logits, self._matcher.mask())
 
     def advance(self, token_ids: Sequence[int]) -> None:
         num_within = 0 if self._num_beyond else self._matcher.advance(token_ids)
@@ -277,7 +288,7 @@ def build_processors(
         processors.append(LogitBias(ids, biases))
     processors.extend(CustomRule(one, request.prompt_token_ids) for one in custom)
     if params.has_penalties:
-        processors.append(Penalties(params, request.prompt_token_ids, vocab_size, device))
+        processors.append(Penalties(params, request.prompt_token_ids, device))
     if grammar is not None:  # last, so that nothing gives back what it takes
         processors.append(GrammarRule(grammar))
     return RowProcessors(processors, request.output_token_ids) if processors else None

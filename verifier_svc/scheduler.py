@@ -8,12 +8,12 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from specgw.budget import decode_rows
 from specgw.engine.kv_cache import OutOfBlocks
 from specgw.errors import Overloaded, SpecgwError
-from specgw.types import GenerateOutput, ProposerStatus, SpeculationStats
+from specgw.types import GenerateOutput, ProposerStatus, Round, SpeculationStats
 from verifier_svc.draft_length import profile_steps
 from verifier_svc.drafting import Drafting, moving_average
 from verifier_svc.inbox import Blocks, Cancel, Event, Inbox, LinkDown, LinkUp, Stop, Submit
@@ -145,17 +145,23 @@ class Scheduler:
         """When the next step may start: none while there is nothing to do."""
         awaiting = [s for s in self._running if s.draft.deadline is not None]
         if len(awaiting) < len(self._running):
-            return max((self._worth_waiting(s, now) for s in awaiting), default=now)
+            share = len(awaiting) / len(self._running)
+            return max((self._worth_waiting(s, share, now) for s in awaiting), default=now)
         return min((s.draft.deadline or now for s in awaiting), default=None)
 
-    def _worth_waiting(self, session: Session, now: float) -> float:
+    def _worth_waiting(self, session: Session, share: float, now: float) -> float:
         """Until when a step that could start waits for one more session's block.
 
-        Joining this step saves the session a step of its own, so that is what it may cost.
+        Joining this step saves the session a step of its own, and those that go in step with it
+        one each round, so that is what it may cost. Where blocks are usually ready when asked for,
+        sessions meet again by themselves in the next step: then it is only this one that counts,
+        and what all who wait would lose is weighed against what those lose who are waited for,
+        which are that share of all.
         """
-        step_s = self._drafting.step_s or 0.0
+        ready_rate = self._drafting.ready_rate(session)
+        most_s = (self._drafting.step_s or 0.0) * (1 - ready_rate * (1 - share))
         due_at = self._drafting.due_at(session)
-        return due_at + step_s / 2 if due_at <= now + step_s else now
+        return due_at + most_s / 2 if due_at <= now + most_s else now
 
     def _take(self, event: Event) -> None:
         match event:
@@ -239,16 +245,16 @@ class Scheduler:
         Every decoding session gets a row before any gets more for its drafts, and drafts leave room
         for one prefill chunk. Beside decoding sessions, prefill takes no more rows than they bear.
         """
-        ready = [s for s in self._running if s.draft.deadline is None]
-        ready.sort(key=lambda session: not session.is_decoding)
+        ready = [(s, s.is_decoding) for s in self._running if s.draft.deadline is None]
+        ready.sort(key=lambda one: not one[1])
         budget = self._limits.max_num_batched_tokens
-        max_drafts = self._max_drafts_each(ready, budget)
-        prefill_budget = self._max_prefill_rows(budget)
+        num_decoding = sum(is_decoding for _, is_decoding in ready)
+        max_drafts = self._max_drafts_each(num_decoding, len(ready), budget)
+        prefill_budget = self._max_prefill_rows(budget) if num_decoding < len(ready) else 0
         batch: dict[int, tuple[Session, VerifyRows]] = {}
-        for session in ready:
-            is_decoding = session.is_decoding
+        for session, is_decoding in ready:
             room = budget if is_decoding else min(budget, prefill_budget)
-            if room and session in self._running:
+            if room and session.cache is not None:  # None: preempted meanwhile
                 rows = self._reserve(session, room, max_drafts, batch)
                 if rows is not None:
                     batch[session.session_id] = session, rows
@@ -261,10 +267,9 @@ class Scheduler:
             return self._prefill_budget.rows(budget)
         return budget
 
-    def _max_drafts_each(self, ready: Sequence[Session], budget: int) -> int:
+    def _max_drafts_each(self, num_decoding: int, num_ready: int, budget: int) -> int:
         """Returns the draft tokens that leave every session its row, and prefills a chunk."""
-        num_decoding = sum(session.is_decoding for session in ready)
-        if num_decoding < len(ready):
+        if num_decoding < num_ready:
             budget = decode_rows(budget, 1 + self._limits.max_draft_tokens)
         return max(budget - num_decoding, 0) // max(num_decoding, 1)
 
@@ -285,7 +290,7 @@ class Scheduler:
                 rows.cache.reserve(rows.cache.length + rows.num_rows)
             except OutOfBlocks:
                 if rows.draft_token_ids:
-                    rows = replace(rows, draft_token_ids=(), draft_probs=())
+                    rows = rows._replace(draft_token_ids=(), draft_probs=())
                     continue
                 youngest = self._running[-1]
                 self._preempt(youngest)
@@ -362,8 +367,10 @@ class Scheduler:
         self, batch: Sequence[tuple[Session, VerifyRows]], verified: Sequence[Verified] | None
     ) -> None:
         self._count_running()
+        now = self._clock()
         for (session, rows), result in zip(batch, verified or (), strict=False):
-            session.prompt_logprobs.extend(result.prompt_logprobs)
+            if result.prompt_logprobs:
+                session.prompt_logprobs.extend(result.prompt_logprobs)
             if result.error is not None:
                 self._outputs.append((session.session_id, result.error))
                 self._end(session)
@@ -371,21 +378,23 @@ class Scheduler:
             if result.hidden is not None:
                 session.draft.hidden.append(rows.cache.length - len(result.hidden), result.hidden)
             if rows.is_complete:
-                self._commit_session(session, rows, result)
+                self._commit_session(session, rows, result, now)
             else:
                 session.publish_rows()
 
-    def _commit_session(self, session: Session, rows: VerifyRows, result: Verified) -> None:
+    def _commit_session(
+        self, session: Session, rows: VerifyRows, result: Verified, now: float
+    ) -> None:
         kept, finish_reason, stop_token_id = session.append(result.output_token_ids)
         session.publish_rows()
-        self._count(session, rows, min(result.num_accepted, len(kept)))
+        round = self._count(session, rows, min(result.num_accepted, len(kept)))
         self._output_token_count += len(kept)
         output = GenerateOutput(
             token_ids=kept,
             finish_reason=finish_reason,
             stop_token_id=stop_token_id,
             seed=None if session.has_started else session.seed,
-            speculation=session.speculation.copy(),
+            round=round,
             logprobs=tuple(result.logprobs[: len(kept)]),
             prompt_logprobs=() if session.has_started else tuple(session.prompt_logprobs),
             cached_token_count=None if session.has_started else session.num_reused,
@@ -393,22 +402,23 @@ class Scheduler:
         session.has_started = True
         self._outputs.append((session.session_id, output))
         if finish_reason is None:
-            self._drafting.ask(session, self._clock())
+            self._drafting.ask(session, now)
             return
-        if session.speculation.is_synthetic:
+        if session.is_synthetic:
             logger.warning("output is synthetic", extra={"request_id": session.request.request_id})
         self._end(session)
 
-    def _count(self, session: Session, rows: VerifyRows, num_accepted: int) -> None:
-        if rows.draft_token_ids:
-            self._drafting.count_round(session, len(rows.draft_token_ids), num_accepted)
+    def _count(self, session: Session, rows: VerifyRows, num_accepted: int) -> Round:
+        num_drafted = len(rows.draft_token_ids)
+        if num_drafted:
+            self._drafting.count_round(session, num_drafted, num_accepted)
             self._drafts_by_source[session.draft.source] += 1
-        for stats in (session.speculation, self._speculation):
-            if rows.draft_token_ids:
-                stats.count_round(len(rows.draft_token_ids), num_accepted)
-                stats.is_synthetic = self._verifier.is_synthetic
-            elif session.has_started:
-                stats.count_undrafted(session.draft.reason)
+            round = Round(num_drafted, num_accepted, is_synthetic=self._verifier.is_synthetic)
+            session.is_synthetic |= round.is_synthetic
+        else:
+            round = Round(undrafted=session.draft.reason if session.has_started else None)
+        self._speculation.count(round)
+        return round
 
     def _end(self, session: Session) -> None:
         """Frees everything a session holds, here and on its proposer."""

@@ -25,10 +25,12 @@ from specgw.grammar_worker import GrammarWorker
 from specgw.handshake import build_hello
 from specgw.link import ProposerLink
 from specgw.lookup.prediction import Prediction
-from specgw.telemetry import tell_simulation, tell_synthetic
-from specgw.types import GenerateOutput, VerifierInfo
+from specgw.telemetry import name_thread, tell_simulation, tell_synthetic
+from specgw.types import SpeculationStats, VerifierInfo
 from specgw.v1 import verifier_pb2, verifier_pb2_grpc
+from specgw.wire_many import Answer
 from verifier_svc.acceptance import build_acceptance
+from verifier_svc.client_stream import ClientStream, Sink
 from verifier_svc.custom_processors import load_processors
 from verifier_svc.draft_length import build_draft_length
 from verifier_svc.drafting import Drafting
@@ -42,11 +44,11 @@ logger = logging.getLogger(__name__)
 
 SERVICE_NAME = verifier_pb2.DESCRIPTOR.services_by_name["VerifierService"].full_name
 
-_Outputs = asyncio.Queue[GenerateOutput | SpecgwError]
+_Answers = asyncio.Queue[Answer]
 
 
 class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
-    """Answers `Generate` calls with one scheduler in one engine thread. Built on the event loop."""
+    """Answers requests with one scheduler in one engine thread. Built on the event loop."""
 
     def __init__(
         self,
@@ -67,9 +69,17 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
         self._seeds = random.Random(args.seed)
         self._session_ids = itertools.count(1)
         self._grammars = GrammarWorker(
-            grammars or compiler_for(args.tokenizer_path, runner.vocab_size, runner.eos_token_ids)
+            grammars
+            or compiler_for(
+                args.tokenizer_path,
+                runner.vocab_size,
+                runner.eos_token_ids,
+                args.structured_outputs_config,
+            )
         )
-        self._outputs: dict[int, _Outputs] = {}
+        self._sinks: dict[int, Sink] = {}
+        self._streams: set[ClientStream] = set()
+        self._is_draining = False
         acceptance = build_acceptance(args.speculative_config)
         drafting = Drafting(
             links,
@@ -121,9 +131,20 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
                 link.start(hello, self._scheduler.inbox)
 
     @property
+    def stream_count(self) -> int:
+        """`GenerateMany` streams that are open."""
+        return len(self._streams)
+
+    @property
     def snapshot(self) -> Snapshot:
         """The scheduler's state after its last step."""
         return self._scheduler.snapshot
+
+    def drain(self) -> None:
+        """Lets `GenerateMany` streams end with their open calls; gRPC itself sees to `Generate`."""
+        self._is_draining = True
+        for stream in self._streams:
+            stream.drain()
 
     async def stop(self) -> None:
         """Ends the links and the engine thread. Calls still open end with UNAVAILABLE."""
@@ -140,6 +161,40 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
         request: verifier_pb2.GenerateRequest,
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> AsyncIterator[verifier_pb2.GenerateResponse]:
+        answers, stats = _Answers(), SpeculationStats()
+        session_id = await self.open_session(request, answers.put_nowait)
+        try:
+            while True:
+                output = await answers.get()
+                if isinstance(output, SpecgwError):
+                    raise output
+                stats.count(output.round)
+                yield wire.generate_output_to_pb(output, stats)
+                if output.finish_reason is not None:
+                    return
+        finally:
+            self.close_session(session_id)
+
+    # Writes instead of yielding: a generator could not end its own wait for a client to read.
+    async def GenerateMany(  # type: ignore[override]
+        self,
+        request_iterator: AsyncIterator[verifier_pb2.GenerateManyRequest],
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> None:
+        limits = self._args.max_num_seqs, self._args.specgw.verifier.max_waiting_requests
+        stream = ClientStream(self, sum(limits), is_draining=self._is_draining)
+        self._streams.add(stream)
+        try:
+            await stream.serve(request_iterator, context.write)
+        finally:
+            self._streams.discard(stream)
+
+    async def open_session(self, request: verifier_pb2.GenerateRequest, sink: Sink) -> int:
+        """Submits a request; returns the session's id.
+
+        Raises:
+            SpecgwError: if it can never be served, naming the field.
+        """
         generate_request = wire.generate_request_from_pb(request)
         check_request(
             generate_request,
@@ -156,19 +211,14 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
         if generate_request.prediction:
             prediction = await asyncio.to_thread(Prediction.of, generate_request)
         session_id = next(self._session_ids)
-        outputs = self._outputs[session_id] = _Outputs()
+        self._sinks[session_id] = sink
         self._scheduler.inbox.submit(session_id, generate_request, seed, grammar, prediction)
-        try:
-            while True:
-                output = await outputs.get()
-                if isinstance(output, SpecgwError):
-                    raise output
-                yield wire.generate_output_to_pb(output)
-                if output.finish_reason is not None:
-                    return
-        finally:
-            del self._outputs[session_id]
-            self._scheduler.inbox.cancel(session_id)
+        return session_id
+
+    def close_session(self, session_id: int) -> None:
+        """Frees a session before the next step, if it has not ended."""
+        del self._sinks[session_id]
+        self._scheduler.inbox.cancel(session_id)
 
     async def GetVerifierInfo(
         self,
@@ -197,9 +247,11 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
             max_draft_tokens=args.max_draft_tokens,
             kv_lookahead_per_session=draft_slots(args.speculative_config).kv_lookahead,
             proposers=snapshot.proposers,
+            generates_many=True,
         )
 
     def _run_engine(self) -> None:
+        name_thread("engine")
         torch.get_num_threads()  # without this call, OpenMP ignores torch's setting in this thread
         try:
             self._scheduler.run()
@@ -213,14 +265,15 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
             self.failed.set_result(error)
 
     def _fail_all(self, error: SpecgwError) -> None:
-        for outputs in self._outputs.values():
-            outputs.put_nowait(error)
+        self._dispatch([(session_id, error) for session_id in self._sinks])
 
-    def _deliver(self, outputs: Sequence[tuple[int, GenerateOutput | SpecgwError]]) -> None:
+    def _deliver(self, answers: Sequence[tuple[int, Answer]]) -> None:
         """Called by the engine thread once a step."""
-        self._loop.call_soon_threadsafe(self._dispatch, outputs)
+        self._loop.call_soon_threadsafe(self._dispatch, answers)
 
-    def _dispatch(self, outputs: Sequence[tuple[int, GenerateOutput | SpecgwError]]) -> None:
-        for session_id, output in outputs:
-            if queue := self._outputs.get(session_id):
-                queue.put_nowait(output)
+    def _dispatch(self, answers: Sequence[tuple[int, Answer]]) -> None:
+        for session_id, answer in answers:
+            if sink := self._sinks.get(session_id):
+                sink(answer)
+        for stream in self._streams:
+            stream.flush()

@@ -12,7 +12,6 @@ from specgw.types import (
     DraftSampling,
     FinishReason,
     GenerateRequest,
-    SpeculationStats,
     TokenLogprobs,
     TokenProbs,
     UndraftedReason,
@@ -81,9 +80,9 @@ class Session:
     draft: DraftState = field(default_factory=DraftState)
     history: SessionHistory = field(default_factory=SessionHistory)
     local_history: SessionHistory = field(default_factory=SessionHistory)
-    speculation: SpeculationStats = field(default_factory=SpeculationStats)
     num_reused: int | None = None  # rows it began with; none before, and without a prefix cache
     has_started: bool = False
+    is_synthetic: bool = False  # whether drafts were tested by given rates
 
     @property
     def remaining_tokens(self) -> int:
@@ -135,6 +134,8 @@ class Session:
         """Lets others use the rows of the context. There must be none of draft tokens."""
         if self.cache is not None:
             length = min(self.cache.length, len(self.context))
+            if not self.cache.has_unpublished(length):
+                return
             self.cache.publish(self.block_hashes.within(self.context, length))
 
     def draft_room(self) -> int:
@@ -149,11 +150,11 @@ class Session:
         Returns the tokens kept, the finish reason if the output ended, and the token that ended it.
         """
         kept = token_ids[: self.remaining_tokens]
-        for count, token_id in enumerate(kept, start=1):
-            if token_id in self.stop_token_ids:
-                kept = kept[:count]
-                self.context.extend(kept)
-                return kept, FinishReason.STOP, token_id
+        if not self.stop_token_ids.isdisjoint(kept):
+            count = next(i for i, one in enumerate(kept, 1) if one in self.stop_token_ids)
+            kept = kept[:count]
+            self.context.extend(kept)
+            return kept, FinishReason.STOP, kept[-1]
         self.context.extend(kept)
         if self.prediction is not None:
             self.prediction.follow(kept)

@@ -5,13 +5,15 @@ Knows nothing of sessions' lives, proposers or clocks: caches and tokens in, out
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from specgw.engine.kv_cache import SequenceCache
+from specgw.engine.laws import block_maxima
 from specgw.engine.logprobs import token_logprobs
 from specgw.engine.model_runner import ModelRunner, SequenceChunk
 from specgw.engine.sampling import RowSampling
@@ -22,10 +24,10 @@ from verifier_svc.acceptance import Acceptance
 from verifier_svc.block_test import Block, BlockTest, Outcome
 from verifier_svc.custom_processors import CustomLogitsProcessor
 from verifier_svc.logits_processors import RowProcessors, build_processors
+from verifier_svc.rejection_sampler import count_matching
 
 
-@dataclass(frozen=True, slots=True)
-class VerifyRows:
+class VerifyRows(NamedTuple):
     """One session's part of a step: context tokens not yet in the cache, then its draft tokens.
 
     `is_complete` is false for a prefill chunk that stops short of the context's end; it has no
@@ -61,8 +63,7 @@ class VerifyRows:
         return len(self.draft_token_ids) + 1 if self.is_complete else 0
 
 
-@dataclass(frozen=True, slots=True)
-class Verified:
+class Verified(NamedTuple):
     """What one session's rows gave: accepted draft tokens, then one token of the target's own.
 
     That last one is not there if its row cannot be processed; the next step tells why.
@@ -97,6 +98,7 @@ class Verifier:
         acceptance = acceptance or Acceptance()
         self.is_synthetic = bool(acceptance.synthetic_rates)
         self._block_test = BlockTest(acceptance)
+        self._widened = torch.empty(0, runner.vocab_size, device=runner.device)
         self.forward_s = 0.0  # of the last pass; on a GPU, until it is under way
         self._custom_processors = custom_processors
 
@@ -119,6 +121,9 @@ class Verifier:
         began = time.perf_counter()
         logits, hidden = self._forward(batch)
         self.forward_s = time.perf_counter() - began
+        if not self.is_synthetic and all(map(_is_plain, batch)):
+            results = _accept_greedily(batch, self.runner.argmax(logits).tolist())
+            return results if hidden is None else _with_hidden(batch, results, hidden)
         sizes = [n for rows in batch for n in (len(rows.scored_token_ids), rows.num_verified)]
         parts = torch.split(logits, sizes)
         scored, raw = parts[::2], parts[1::2]
@@ -139,7 +144,7 @@ class Verifier:
                 continue
             some, own = [batch[i] for i in chosen], [parts[i] for i in chosen]
             if is_processed:
-                judged = _process(some, logits := torch.cat(own).float())
+                judged = _process(some, logits := self._widen(own))
             else:
                 judged = [
                     _Judged(len(rows.draft_token_ids), part)
@@ -150,6 +155,19 @@ class Verifier:
             for i, verified in zip(chosen, map(_settle, some, judged, outcomes), strict=True):
                 results[i] = verified
         return results
+
+    def _widen(self, parts: Sequence[Tensor]) -> Tensor:
+        """Returns float32 copies of all rows, in memory that the next call uses again.
+
+        New memory of that size would come from the system, page by page: longer than the copying.
+        """
+        sizes = [len(part) for part in parts]
+        if len(self._widened) < sum(sizes):
+            self._widened = self._widened.new_empty(sum(sizes), self._widened.shape[1])
+        logits = self._widened[: sum(sizes)]
+        for copy, part in zip(torch.split(logits, sizes), parts, strict=True):
+            copy.copy_(part)
+        return logits
 
     def _forward(self, batch: Sequence[VerifyRows]) -> tuple[Tensor, Tensor | None]:
         """Returns logits, [num_logits, vocab_size], and hidden states if anyone wants them."""
@@ -181,6 +199,28 @@ def _join(parts: Sequence[Tensor], whole: Tensor) -> Tensor:
     return whole if sum(map(len, parts)) == len(whole) else torch.cat(list(parts))
 
 
+def _is_plain(rows: VerifyRows) -> bool:
+    """Whether rows need nothing but their largest logits."""
+    params = rows.sampling_params
+    is_scored = params.logprobs is not None or bool(rows.scored_token_ids)
+    return params.is_greedy and rows.processors is None and not is_scored
+
+
+def _accept_greedily(batch: Sequence[VerifyRows], drawn: Sequence[int]) -> list[Verified]:
+    """Does what `BlockTest` does with greedy rows, given the target's token in each."""
+    results, end = [], 0
+    for rows in batch:
+        if not rows.is_complete:
+            results.append(_NOTHING)
+            continue
+        start, end = end, end + len(rows.draft_token_ids) + 1
+        num_accepted = count_matching(rows.draft_token_ids, drawn[start:end])
+        output = (*rows.draft_token_ids[:num_accepted], drawn[start + num_accepted])
+        rows.cache.truncate(rows.context_length + num_accepted)
+        results.append(Verified(output, num_accepted))
+    return results
+
+
 def _is_processed(rows: VerifyRows) -> bool:
     return rows.processors is not None and rows.is_complete
 
@@ -196,7 +236,7 @@ def _process(
     """
     parts = torch.split(logits, [rows.num_verified for rows in batch])
     failures = [_process_block(*one) for one in zip(batch, parts, strict=True)]
-    is_dead = iter((logits.amax(dim=1) == -torch.inf).tolist())
+    is_dead = iter((block_maxima(logits).amax(dim=1) == -torch.inf).tolist())
     judged = []
     for part, (num_drafts, error) in zip(parts, failures, strict=True):
         first_dead = [*islice(is_dead, len(part)), True].index(True)
@@ -267,10 +307,10 @@ def _with_logprobs(
     params, output = rows.sampling_params, verified.output_token_ids
     if params.prompt_logprobs is not None and rows.scored_token_ids:
         scored = token_logprobs(scored_logits, rows.scored_token_ids, params.prompt_logprobs)
-        verified = replace(verified, prompt_logprobs=scored)
+        verified = verified._replace(prompt_logprobs=scored)
     if params.logprobs is not None and output:
         scored = token_logprobs(logits[: len(output)], output, params.logprobs)
-        verified = replace(verified, logprobs=scored)
+        verified = verified._replace(logprobs=scored)
     return verified
 
 
@@ -284,7 +324,7 @@ def _with_hidden(
     for rows, result in zip(batch, results, strict=True):
         if rows.wants_hidden:
             last = first + len(rows.missing_token_ids) + max(len(result.output_token_ids) - 1, 0)
-            result = replace(result, hidden=hidden[first:last])
+            result = result._replace(hidden=hidden[first:last])
         added.append(result)
         first += rows.num_rows
     return added

@@ -5,57 +5,29 @@ bfloat16 on the CPU and dense.
 """
 
 import ctypes
-import logging
-import os
-from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.machinery import EXTENSION_SUFFIXES
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-logger = logging.getLogger(__name__)
+from specgw.engine.extension import FLOAT, INT, POINTER, load_operators
 
 _BLOCK = 48  # output columns that lie together in packed weights
 _MAX_HEAD_DIM = 256
 _MULTIPLE = 32  # of which a head's size must be a multiple
 
-_POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-_SIGNATURES: dict[str, tuple[type, ...]] = {
-    "specgw_linear": (*[_POINTER] * 5, *[_INT] * 3),
-    "specgw_quantize": (*[_POINTER] * 3, *[_INT] * 2),
-    "specgw_int8_linear": (*[_POINTER] * 8, *[_INT] * 3),
-    "specgw_rms_norm": (*[_POINTER] * 3, *[_INT] * 2, _FLOAT),
-    "specgw_attend": (*[_POINTER] * 6, *[_INT] * 6, _FLOAT),
-    "specgw_run_layers": (*[_POINTER] * 2, _INT, *[_POINTER] * 4),
-}
-
-
-def _load() -> dict[str, Callable[..., None]]:
-    """Returns the operators; none where they were not built or cannot run."""
-    files = [Path(__file__).with_name(f"_cpu_kernels{suffix}") for suffix in EXTENSION_SUFFIXES]
-    file = next(filter(Path.is_file, files), None)
-    if file is None:
-        return {}
-    try:
-        library = ctypes.CDLL(str(file), mode=os.RTLD_NOW)
-    except OSError as error:  # such as no OpenMP runtime in this process
-        logger.warning("compiled operators cannot be loaded", extra={"detail": str(error)})
-        return {}
-    if not library.specgw_is_supported():
-        return {}
-    if not all(hasattr(library, name) for name in _SIGNATURES):
-        logger.warning("compiled operators are of another version: install specgw again")
-        return {}
-    operators = {name: getattr(library, name) for name in _SIGNATURES}
-    for name, operator in operators.items():
-        operator.argtypes, operator.restype = _SIGNATURES[name], None
-    return operators
-
-
-_operators = _load()
+_operators = load_operators(
+    "_cpu_kernels",
+    {
+        "specgw_linear": (*[POINTER] * 5, *[INT] * 3),
+        "specgw_quantize": (*[POINTER] * 3, *[INT] * 2),
+        "specgw_int8_linear": (*[POINTER] * 8, *[INT] * 3),
+        "specgw_rms_norm": (*[POINTER] * 3, *[INT] * 2, FLOAT),
+        "specgw_attend": (*[POINTER] * 6, *[INT] * 6, FLOAT),
+        "specgw_run_layers": (*[POINTER] * 2, INT, *[POINTER] * 4),
+    },
+)
 
 
 def is_usable(tensor: Tensor) -> bool:

@@ -115,6 +115,9 @@ class KVCache:
         Raises:
             OutOfBlocks: and then nothing has changed.
         """
+        lengths = [one for one in lengths if one[0].lacks_room(one[1])]
+        if not lengths:
+            return
         needed = [cache.num_missing_blocks(length) for cache, length in lengths]
         written = [cache for cache, length in lengths if length > cache.length]
         published = [cache for cache in written if cache.has_published_tail]
@@ -127,6 +130,46 @@ class KVCache:
             if count:
                 cache.extend(self._take(count, cache.blocks[-1] if cache.blocks else None))
 
+    # Forks.
+
+    def fork(self, forks: Sequence["Fork"]) -> list["SequenceCache"]:
+        """Returns a sequence for each fork that begins with rows of another and has room for more.
+
+        Full blocks stay the parent's, which must neither drop them nor write into them while the
+        fork lives; the rows of a block that is partly filled are copied, all in one operation.
+
+        Raises:
+            OutOfBlocks: and then nothing has changed.
+        """
+        size = self.block_size
+        shared = [one.num_shared // size for one in forks]
+        counts = self._num_own_blocks(forks)
+        if sum(counts) > self._num_free:
+            raise OutOfBlocks(sum(counts), self._num_free)
+        taken = self._take(sum(counts), None) if forks else []
+        caches, sources, copies = [], [], []
+        for one, num_full, count in zip(forks, shared, counts, strict=True):
+            own, taken = taken[:count], taken[count:]
+            if one.num_shared % size:
+                sources.append(one.parent.blocks[num_full])
+                copies.append(own[0])
+            caches.append(SequenceCache(self, one, own))
+        self._copy(sources, copies)
+        return caches
+
+    def num_fitting(self, forks: Sequence["Fork"]) -> int:
+        """Returns for how many of some forks, the first ones, there is room now."""
+        ends = np.cumsum(self._num_own_blocks(forks))
+        return int(np.searchsorted(ends, self._num_free, side="right"))
+
+    def _num_own_blocks(self, forks: Sequence["Fork"]) -> list[int]:
+        size = self.block_size
+        return [-(-one.num_rows // size) - one.num_shared // size for one in forks]
+
+    def release_forks(self, forks: Sequence["SequenceCache"]) -> None:
+        """Gives the blocks of several forks back at once."""
+        self.give_back([block for one in forks for block in one.take_own()])
+
     # Called by sequences only.
 
     def names(self, hashes: Sequence[bytes]) -> Sequence[bytes]:
@@ -136,14 +179,19 @@ class KVCache:
 
     def give_back(self, blocks: Sequence[int]) -> None:
         """Ends a hold on each block. The rows of published ones stay, the last one's the least."""
-        assert self._num_holders[blocks].all(), "a block was freed twice"
-        self._num_holders[blocks] -= 1
-        for block in reversed(blocks):
-            if self._num_holders[block] == 0:
-                self._is_free[block] = True
-                self._num_free += 1
+        if not blocks:
+            return
+        at = np.array(blocks)
+        assert self._num_holders[at].all(), "a block was freed twice"
+        self._num_holders[at] -= 1
+        freed = at[self._num_holders[at] == 0]
+        self._is_free[freed] = True
+        self._num_free += len(freed)
+        self._last_used[freed] = 0
+        for block in reversed(freed.tolist()):
+            if block in self._prefixes:
                 self._num_uses += 1
-                self._last_used[block] = self._num_uses if block in self._prefixes else 0
+                self._last_used[block] = self._num_uses
 
     def hold_prefix(self, hashes: Sequence[bytes]) -> list[int]:
         """Takes a hold on the blocks of the longest prefix that was published."""
@@ -170,11 +218,18 @@ class KVCache:
             self._prefixes.forget([block])
             return block
         [copy] = self._take(1, None)
-        for layer in self.layers:
-            rows = layer.view(-1, self.block_size, *layer.shape[1:])
-            rows[copy] = rows[block]
+        self._copy([block], [copy])
         self.give_back([block])
         return copy
+
+    def _copy(self, sources: Sequence[int], copies: Sequence[int]) -> None:
+        """Copies the rows of whole blocks into others."""
+        if not sources:
+            return
+        at = torch.tensor((sources, copies), device=self.layers[0].device)
+        for layer in self.layers:
+            rows = layer.view(-1, self.block_size, *layer.shape[1:])
+            rows[at[1]] = rows[at[0]]
 
     def _take(self, count: int, last: int | None) -> list[int]:
         """Takes `count` free blocks, if possible those that follow `last`."""
@@ -227,6 +282,15 @@ class KVCache:
         return int(starts[largest]), int(ends[largest] - starts[largest])
 
 
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """A sequence to begin with the first `num_shared` rows of another, with room for `num_rows`."""
+
+    parent: "SequenceCache"
+    num_shared: int
+    num_rows: int
+
+
 @dataclass(slots=True)
 class _Slots:
     """A sequence's block table as arrays, until it changes."""
@@ -238,13 +302,22 @@ class _Slots:
 class SequenceCache:
     """One session's share of the pool: a block table and how many rows are stored."""
 
-    def __init__(self, pool: KVCache) -> None:
+    def __init__(self, pool: KVCache, fork: Fork | None = None, own: Sequence[int] = ()) -> None:
+        """Begins empty, or as a fork with blocks of its own behind those of its parent."""
         self.length = 0
         self.blocks: list[int] = []
-        self._pool = pool
+        self.pool = pool
         self._num_leading = 0  # blocks at the front that follow one another
         self._num_published = 0  # blocks at the front that others may hold
+        self._num_borrowed = 0  # blocks at the front that the parent of a fork holds
         self._slots: _Slots | None = None  # made of the blocks when wanted
+        if fork is not None:
+            self._num_borrowed = fork.num_shared // pool.block_size
+            self.blocks = fork.parent.blocks[: self._num_borrowed]
+            self._num_leading = min(fork.parent._num_leading, self._num_borrowed)
+            self._num_published = min(fork.parent._num_published, self._num_borrowed)
+            self.length = fork.num_shared
+            self.extend(list(own))
 
     @property
     def is_contiguous(self) -> bool:
@@ -257,14 +330,16 @@ class SequenceCache:
         Raises:
             OutOfBlocks: and then nothing has changed.
         """
-        self._pool.reserve([(self, length)])
+        if self.lacks_room(length):
+            self.pool.reserve([(self, length)])
 
     def truncate(self, length: int) -> None:
         """Drops the rows past `length` and gives whole free blocks back."""
         self.length = min(self.length, length)
-        num_kept = -(-self.length // self._pool.block_size)
+        num_kept = -(-self.length // self.pool.block_size)
+        assert num_kept >= self._num_borrowed, "a fork does not drop what it shares"
         if num_kept < len(self.blocks):
-            self._pool.give_back(self.blocks[num_kept:])
+            self.pool.give_back(self.blocks[num_kept:])
             del self.blocks[num_kept:]
             self._num_leading = min(self._num_leading, num_kept)
             self._num_published = min(self._num_published, num_kept)
@@ -272,7 +347,29 @@ class SequenceCache:
 
     def release(self) -> None:
         """Gives every block back. May be called again."""
+        if self._num_borrowed:
+            self.pool.release_forks([self])
         self.truncate(0)
+
+    # Forks.
+
+    def take_own(self) -> list[int]:
+        """Leaves a fork empty; returns the blocks that only it holds."""
+        own = self.blocks[self._num_borrowed :]
+        self.length = self._num_leading = self._num_published = self._num_borrowed = 0
+        self.blocks, self._slots = [], None
+        return own
+
+    def become(self, fork: "SequenceCache") -> None:
+        """Takes a fork's rows over in place of its own after those that both have."""
+        num_shared = fork._num_borrowed
+        length, own = fork.length, fork.take_own()
+        self.pool.give_back(self.blocks[num_shared:])
+        del self.blocks[num_shared:]
+        self._num_leading = min(self._num_leading, num_shared)
+        self._num_published = min(self._num_published, num_shared)
+        self.length = length
+        self.extend(own)
 
     # Prefixes that sequences share.
 
@@ -283,9 +380,9 @@ class SequenceCache:
             hashes: Each `BLOCK_SIZE` tokens that the sequence will begin with (`BlockHashes`).
         """
         assert not self.blocks, "only an empty sequence can begin with other rows"
-        self.extend(self._pool.hold_prefix(self._pool.names(hashes)))
+        self.extend(self.pool.hold_prefix(self.pool.names(hashes)))
         self._num_published = len(self.blocks)
-        self.length = len(self.blocks) * self._pool.block_size
+        self.length = len(self.blocks) * self.pool.block_size
 
     def publish(self, hashes: Sequence[bytes]) -> None:
         """Lets other sequences use this one's first blocks. Their rows must be final.
@@ -294,32 +391,38 @@ class SequenceCache:
             hashes: Those of the context (`BlockHashes`), as far as it is stored at most.
         """
         assert len(hashes) * BLOCK_SIZE <= self.length, "a block is not stored yet"
-        names, first = self._pool.names(hashes), self._num_published
+        names, first = self.pool.names(hashes), self._num_published
         if first < len(names):
-            self._pool.publish(self.blocks[first : len(names)], names[first:])
+            self.pool.publish(self.blocks[first : len(names)], names[first:])
             self._num_published = len(names)
+
+    def has_unpublished(self, length: int) -> bool:
+        """Whether `publish` has something to do when `length` rows are final."""
+        return length // self.pool.block_size > self._num_published
 
     @property
     def has_published_tail(self) -> bool:
         """Whether the next row goes into a block that others may hold."""
-        return self._num_published > self.length // self._pool.block_size
+        return self._num_published > self.length // self.pool.block_size
 
     @property
     def first_slot(self) -> int:
         """The slot of row 0."""
-        return self.blocks[0] * self._pool.block_size
+        return self.blocks[0] * self.pool.block_size
 
     def slot_ids(self, start: int, end: int) -> list[int]:
         """Returns the slots of rows `start` to `end`."""
-        size, blocks = self._pool.block_size, self.blocks
+        size, blocks = self.pool.block_size, self.blocks
+        if end == start + 1:  # as in most passes of a draft model
+            return [blocks[start // size] * size + start % size]
         return [blocks[row // size] * size + row % size for row in range(start, end)]
 
     def gather_ids(self) -> torch.Tensor:
         """Returns the slots of all rows that there is room for, as an index into a layer."""
         slots = self._arrays()
         if slots.ids is None:
-            ids = self.slot_ids(0, len(self.blocks) * self._pool.block_size)
-            slots.ids = torch.tensor(ids, device=self._pool.layers[0].device)
+            ids = self.slot_ids(0, len(self.blocks) * self.pool.block_size)
+            slots.ids = torch.tensor(ids, device=self.pool.layers[0].device)
         return slots.ids
 
     def block_table(self) -> NDArray[np.int64]:
@@ -331,9 +434,16 @@ class SequenceCache:
             self._slots = _Slots(np.array(self.blocks, dtype=np.int64))
         return self._slots
 
+    def lacks_room(self, length: int) -> bool:
+        """Whether anything must change before `length` rows can be stored."""
+        size = self.pool.block_size
+        if length > len(self.blocks) * size:
+            return True
+        return length > self.length and self._num_published > self.length // size
+
     def num_missing_blocks(self, length: int) -> int:
         """Returns how many more blocks `length` rows need."""
-        return max(0, -(-length // self._pool.block_size) - len(self.blocks))
+        return max(0, -(-length // self.pool.block_size) - len(self.blocks))
 
     # Called by the pool only.
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from specgw.engine import cpu_sampling
 from specgw.engine.rng import NOISE_BLOCK, Keys, block_minima, token_noise
 
 _NUM_LIKELY = 16  # tokens of each row whose noise is computed first
@@ -39,6 +40,12 @@ class Laws:
         Noise is computed for a few likely tokens first, and then only for those that could win with
         the least noise of their block: the token is the same as if it were computed for all.
         """
+        token_ids = first_maximum(self.logits, self.maxima)
+        if cpu_sampling.is_usable(self.logits):
+            cpu_sampling.draw_(
+                token_ids, self.logits, self.maxima, self.floors, self.temperatures, keys
+            )
+            return token_ids
         minima, places = block_minima(keys, self.maxima.shape[1])  # [num_rows, num_blocks]
 
         def scores(rows: Tensor, ids: Tensor) -> Tensor:  # all [num_tokens]
@@ -51,7 +58,6 @@ class Laws:
         rows, ids = self._contenders(minima.log(), reached - _SLACK)
         finals = scores(rows, ids)
         wins = finals == _largest(finals, rows, len(minima))[rows]
-        token_ids = first_maximum(self.logits, self.maxima)
         token_ids[rows[wins]] = ids[wins]
         return token_ids
 
@@ -129,13 +135,15 @@ def laws_of(weights: Tensor) -> Laws:
 
 
 def block_maxima(logits: Tensor) -> Tensor:
-    """Returns the largest logit of each `NOISE_BLOCK` ids, [num_rows, num_blocks]."""
+    """Returns the largest logit of each `NOISE_BLOCK` ids, float32 [num_rows, num_blocks]."""
+    if cpu_sampling.is_usable(logits):
+        return cpu_sampling.block_maxima(logits)
     whole = logits.shape[1] // NOISE_BLOCK * NOISE_BLOCK
     blocks = logits[:, :whole].reshape(len(logits), whole // NOISE_BLOCK, NOISE_BLOCK)
     maxima = blocks.amax(dim=2)
-    if whole == logits.shape[1]:
-        return maxima
-    return torch.cat((maxima, logits[:, whole:].amax(dim=1, keepdim=True)), dim=1)
+    if whole < logits.shape[1]:
+        maxima = torch.cat((maxima, logits[:, whole:].amax(dim=1, keepdim=True)), dim=1)
+    return maxima.float()
 
 
 def first_maximum(
@@ -143,9 +151,34 @@ def first_maximum(
     maxima: Tensor,  # [num_rows, num_blocks]
 ) -> Tensor:
     """Returns the lowest id with the largest logit, int64 [num_rows]; the first NaN is larger."""
+    if cpu_sampling.is_usable(logits):
+        return cpu_sampling.first_maximum(logits, maxima)
     rows = torch.arange(len(logits), device=logits.device)
     values, ids = _block_logits(logits, rows, maxima.argmax(dim=1))
     return ids.gather(1, values.argmax(dim=1, keepdim=True)).squeeze(1)
+
+
+def next_maxima(
+    logits: Tensor,  # [num_rows, vocab_size]; written to, and as before in the end
+    maxima: Tensor,  # [num_rows, num_blocks], as of `block_maxima`; overwritten
+    first: Tensor,  # [num_rows]
+    count: int,
+) -> tuple[Tensor, Tensor]:
+    """Returns the ids with the largest logits but for a first one, and those, largest first.
+
+    Both are [num_rows, count]. Looks at one block for each, whatever the size of the vocabulary.
+    """
+    rows = torch.arange(len(logits), device=logits.device)
+    ids, values = [first], [logits[rows, first]]
+    for _ in range(count):
+        logits[rows, ids[-1]] = -torch.inf
+        blocks = ids[-1] // NOISE_BLOCK
+        maxima[rows, blocks] = _block_logits(logits, rows, blocks)[0].amax(dim=1)
+        ids.append(first_maximum(logits, maxima))
+        values.append(logits[rows, ids[-1]])
+    for taken, value in zip(ids[:-1], values[:-1], strict=True):
+        logits[rows, taken] = value
+    return torch.stack(ids[1:], dim=1), torch.stack(values[1:], dim=1)
 
 
 def _block_logits(logits: Tensor, rows: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
@@ -154,6 +187,9 @@ def _block_logits(logits: Tensor, rows: Tensor, blocks: Tensor) -> tuple[Tensor,
     vocab_size = logits.shape[1]
     ids = torch.arange(min(NOISE_BLOCK, vocab_size), device=logits.device)
     ids = blocks.unsqueeze(1) * NOISE_BLOCK + ids
+    if vocab_size % NOISE_BLOCK == 0 and logits.is_contiguous():  # 20 times as fast on a CPU
+        blocks = rows * (vocab_size // NOISE_BLOCK) + blocks
+        return logits.view(-1, NOISE_BLOCK).index_select(0, blocks), ids
     if vocab_size % NOISE_BLOCK == 0 or vocab_size < NOISE_BLOCK:
         return logits[rows.unsqueeze(1), ids], ids
     values = logits[rows.unsqueeze(1), ids.clamp(max=vocab_size - 1)]

@@ -165,7 +165,7 @@ def _simulated_draft(settings: SimulationSettings | None) -> SimulatedDevice | N
     if settings is None:
         return None
     step_s, row_s = settings.draft_step_ms / 1e3, settings.draft_row_ms / 1e3
-    return SimulatedDevice(step_s, row_s, settings.acceptance_rate)
+    return SimulatedDevice(step_s, row_s, settings.acceptance_rate, settings.runner_up_rates)
 
 
 def load_model(options: ModelOptions) -> ModelRunner:

@@ -1,23 +1,23 @@
 """Runs a model on ragged batches of sequences over the block cache.
 
-Where tokens become logits. Knows nothing of requests, sampling or speculation; the schedulers of
+Where tokens become logits. Knows nothing of requests or speculation; the schedulers of
 the verifier and the proposer call `forward`, one at a time, from one thread.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from specgw.engine.attention import Batch, BatchAttention, CausalMasks, SequenceRows
 from specgw.engine.kv_cache import KVCache, SequenceCache
+from specgw.engine.sampling import argmax
 from specgw.hidden import LAST, HiddenFormat
 from specgw.types import ModelDescription
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceChunk:
+class SequenceChunk(NamedTuple):
     """One sequence's part of a batch: a chunk of its prompt, or rows to decode or verify."""
 
     cache: SequenceCache
@@ -76,6 +76,10 @@ class ModelRunner:
         hidden: list[Tensor] = []
         logits = self._forward(chunks, hidden)
         return logits, hidden[0]
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        """Returns the first index of the largest of each row's logits, int64 [num_rows]."""
+        return argmax(logits)
 
     def _forward(self, chunks: Sequence[SequenceChunk], hidden: list[Tensor] | None) -> Tensor:
         lengths = [(chunk.cache, chunk.cache.length + len(chunk.token_ids)) for chunk in chunks]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specgw.engine.laws import Laws, block_maxima, first_maximum
 from specgw.engine.rng import Keys, Stream
-from specgw.engine.truncation import smallest_kept
+from specgw.engine.truncation import Truncation, smallest_kept
 
 _GREEDY_BELOW = 1e-5
 
@@ -60,38 +60,44 @@ def sample(
     the choice does not depend on an order among equals. Between equals the lowest id wins. The
     first NaN of a row, which only a broken model computes, counts as its largest logit.
     """
-    chosen: list[int] = argmax(logits).tolist()
+    maxima = block_maxima(logits)
     random = [i for i, row in enumerate(rows) if not row.is_greedy]
+    if len(random) == len(rows):
+        return _draw(logits, rows, maxima)
+    chosen: list[int] = first_maximum(logits, maxima).tolist()
     if random:
-        random_rows = [rows[i] for i in random]
-        laws = build_laws(logits[random] if len(random) < len(rows) else logits, random_rows)
-        drawn = laws.draw(build_keys(Stream.NOISE, random_rows, logits.device)).tolist()
+        drawn = _draw(logits[random], [rows[i] for i in random], maxima[random])
         for i, token_id in zip(random, drawn, strict=True):
             chosen[i] = token_id
     return chosen
 
 
+def _draw(logits: Tensor, rows: Sequence[RowSampling], maxima: Tensor) -> list[int]:
+    keys = build_keys(Stream.NOISE, rows, logits.device)
+    token_ids: list[int] = build_laws(logits, rows, maxima).draw(keys).tolist()
+    return token_ids
+
+
 def build_keys(stream: Stream, rows: Sequence[RowSampling], device: torch.device) -> Keys:
     """Returns what the rows' numbers are for; only streams that differ by round use `round`."""
     has_rounds = stream in (Stream.DRAFT, Stream.ACCEPT, Stream.RECOVER)
-    words = [[row.seed, row.position, row.round if has_rounds else 0] for row in rows]
-    return Keys(stream, *torch.tensor(words, dtype=torch.int64).to(device).unbind(dim=1))
+    words = [
+        [row.seed for row in rows],
+        [row.position for row in rows],
+        [row.round if has_rounds else 0 for row in rows],
+    ]
+    return Keys(stream, *torch.tensor(words, dtype=torch.int64).to(device))
 
 
 def build_laws(
     logits: Tensor,  # [num_rows, vocab_size]
     rows: Sequence[RowSampling],  # none of them greedy
+    maxima: Tensor | None = None,  # as of `block_maxima`, if they are known
 ) -> Laws:
     """Returns what tokens are drawn from, after temperature, min-p, top-k and top-p."""
-    maxima = block_maxima(logits)
-    floors = [
-        smallest_kept(one, largest, row.temperature, row.min_p, row.top_k, row.top_p)
-        for one, largest, row in zip(logits, maxima, rows, strict=True)
-    ]
+    maxima = block_maxima(logits) if maxima is None else maxima
     temperatures = torch.tensor([row.temperature for row in rows], dtype=torch.float64)
-    return Laws(
-        logits,
-        maxima,
-        torch.tensor(floors, dtype=torch.float32).to(logits.device),
-        temperatures.to(logits.device),
-    )
+    temperatures = temperatures.to(logits.device)
+    truncations = [Truncation(row.min_p, row.top_k, row.top_p) for row in rows]
+    floors = smallest_kept(logits, maxima, temperatures, truncations)
+    return Laws(logits, maxima, floors, temperatures)

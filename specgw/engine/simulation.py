@@ -6,10 +6,12 @@ changing a token shows. It says everywhere what it is: its device is `simulated`
 """
 
 import logging
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -21,10 +23,23 @@ from specgw.types import SIMULATED_DEVICE, ModelDescription
 logger = logging.getLogger(__name__)
 
 _STATE_BITS = 63
-_STATE_MASK = (1 << _STATE_BITS) - 1
-_MULTIPLIER = 6364136223846793005  # Knuth's, of MMIX
-_INCREMENT = 1442695040888963407
-_CERTAIN = 100.0  # a logit beside which zeros have no chance at any temperature
+_STATE_MASK = np.uint64((1 << _STATE_BITS) - 1)
+_MULTIPLIER = np.uint64(6364136223846793005)  # Knuth's, of MMIX
+_INCREMENT = np.uint64(1442695040888963407)
+_CERTAIN = 100.0  # a logit beside which others have no chance at any temperature
+_RUNNER_UP = 50.0  # that of the second choice; each next one's is less by 1
+
+States = npt.NDArray[np.uint64]
+
+
+class Timer(Protocol):
+    """Where the time of a device passes."""
+
+    def now(self) -> float:
+        """Returns seconds since some moment."""
+
+    def wait_until(self, deadline: float) -> None:
+        """Returns then, or at once if that is past."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +50,13 @@ class SimulatedDevice:
         step_s: Time of a forward pass without rows.
         row_s: What each row adds.
         agreement: Probability that its token is the target's; 1 for the target itself.
+        runner_up_rates: Where it is not, the probability that the second choice is, the third, ...
     """
 
     step_s: float
     row_s: float = 0.0
     agreement: float = 1.0
+    runner_up_rates: Sequence[float] = ()
 
 
 class SimulatedRunner(ModelRunner):
@@ -66,62 +83,99 @@ class SimulatedRunner(ModelRunner):
         assert description.device == SIMULATED_DEVICE
         super().__init__(_no_model, description, eos_token_ids, kv_cache)
         self._simulated = device
-        self._token_ids = token_ids
-        self._states = kv_cache.layers[0][:, 0, 0].numpy()  # [num_slots]
-        self._timer = PreciseTimer()
+        self._token_ids = np.array(token_ids)
+        self._states = kv_cache.layers[0][:, 0, 0].numpy().view(np.uint64)  # [num_slots]
+        self.timer: Timer = PreciseTimer()
         self._logits = torch.zeros(0, description.vocab_size)
-        self._chosen: list[int] = []
+        self._choices = torch.zeros(0, 1, dtype=torch.int64)
         logger.warning("SIMULATION: no model runs, tokens are invented", extra={"device": device})
 
     def forward(self, chunks: Sequence[SequenceChunk]) -> Tensor:
-        began = time.perf_counter()
+        began = self.timer.now()
         self.kv_cache.reserve([
             (chunk.cache, chunk.cache.length + len(chunk.token_ids)) for chunk in chunks
         ])  # fmt: skip
-        chosen: list[int] = []
-        for chunk in chunks:
-            chosen += [self._next(state) for state in self._feed(chunk)]
-        logits = self._one_hot(chosen)
+        logits = self._as_logits(self._choices_after(self._feed(chunks)))
         num_rows = sum(len(chunk.token_ids) for chunk in chunks)
-        self._timer.wait_until(began + self._simulated.step_s + num_rows * self._simulated.row_s)
+        self.timer.wait_until(began + self._simulated.step_s + num_rows * self._simulated.row_s)
         return logits
 
-    def _feed(self, chunk: SequenceChunk) -> Sequence[int]:
-        """Stores the states of a chunk's tokens; returns those that logits are wanted for."""
-        cache = chunk.cache
-        start, end = cache.length, cache.length + len(chunk.token_ids)
-        state = int(self._states[cache.slot_ids(start - 1, start)[0]]) if start else 0
-        states = []
-        for token_id in chunk.token_ids:
-            state = next_state(state, token_id)
-            states.append(state)
-        self._states[cache.slot_ids(start, end)] = states
-        cache.length = end
-        return states[len(states) - chunk.num_logits :]
+    def argmax(self, logits: Tensor) -> Tensor:
+        """Returns what it has chosen, if it is asked for its last logits.
 
-    def _next(self, state: int) -> int:
-        """Returns the token after a context, or another one where this model errs."""
-        place, chance = (state >> 33) % len(self._token_ids), (state & 0xFFFFFFFF) / 2**32
-        return self._token_ids[place if chance < self._simulated.agreement else place - 1]
+        A device finds a few largest logits in microseconds; this machine would take longer than for
+        all the rest of a step.
+        """
+        if logits.data_ptr() == self._logits.data_ptr() and len(logits) == len(self._choices):
+            return self._choices[:, 0].clone()
+        return super().argmax(logits)
 
-    def _one_hot(self, chosen: list[int]) -> Tensor:
+    def _feed(self, chunks: Sequence[SequenceChunk]) -> States:
+        """Stores the states of the chunks' tokens; returns those that logits are wanted for."""
+        num_tokens = np.array([len(chunk.token_ids) for chunk in chunks])
+        places = np.arange(num_tokens.max())
+        is_fed = places < num_tokens[:, None]  # [num_chunks, most tokens of a chunk]
+        token_ids = np.zeros(is_fed.shape, dtype=np.int64)
+        token_ids[is_fed] = [token_id for chunk in chunks for token_id in chunk.token_ids]
+        states, state = np.zeros(is_fed.shape, dtype=np.uint64), self._last_states(chunks)
+        for place in places:
+            states[:, place] = state = next_state(state, token_ids[:, place])
+        slots: list[int] = []
+        for chunk in chunks:
+            start, end = chunk.cache.length, chunk.cache.length + len(chunk.token_ids)
+            slots += chunk.cache.slot_ids(start, end)
+            chunk.cache.length = end
+        self._states[slots] = states[is_fed]
+        first = num_tokens - [chunk.num_logits for chunk in chunks]
+        wanted: States = states[is_fed & (places >= first[:, None])]
+        return wanted
+
+    def _last_states(self, chunks: Sequence[SequenceChunk]) -> States:
+        """Returns the states that chunks begin with: 0 for an empty context."""
+        lengths = [chunk.cache.length for chunk in chunks]
+        slots = [
+            chunk.cache.slot_ids(length - 1, length)[0] if length else 0
+            for chunk, length in zip(chunks, lengths, strict=True)
+        ]
+        return np.where(np.array(lengths) > 0, self._states[slots], np.uint64(0))
+
+    def _choices_after(self, states: States) -> npt.NDArray[np.int64]:
+        """Returns this model's choices after contexts, the first one first: [num_contexts, num].
+
+        The target's token is the first one; another, by the rates; or, where all fail, none.
+        """
+        num_ids, rates = len(self._token_ids), self._simulated.runner_up_rates
+        right = (states >> np.uint64(33)).astype(np.int64) % num_ids
+        chance = (states & np.uint64(0xFFFFFFFF)).astype(np.float64) / 2**32
+        agreement = self._simulated.agreement
+        others = (right[:, None] - np.arange(1, len(rates) + 2)) % num_ids
+        bounds = agreement + (1 - agreement) * np.cumsum([0.0, *rates])
+        rank = np.searchsorted(bounds, chance, side="right")
+        at = np.flatnonzero(rank <= len(rates))
+        others[at, rank[at]] = right[at]
+        choices: npt.NDArray[np.int64] = self._token_ids[others]
+        return choices
+
+    def _as_logits(self, choices: npt.NDArray[np.int64]) -> Tensor:
         """Returns logits that leave no doubt; valid until the next call: the memory is used again.
 
         Filling a vocabulary for each row would cost more than many a step that is simulated.
         """
-        if len(chosen) > len(self._logits):
-            self._logits = torch.zeros(len(chosen), self.vocab_size)
+        if len(choices) > len(self._logits):
+            self._logits = torch.zeros(len(choices), self.vocab_size)
         else:
-            self._logits[range(len(self._chosen)), self._chosen] = 0.0
-        self._chosen = chosen
-        self._logits[range(len(chosen)), chosen] = _CERTAIN
-        return self._logits[: len(chosen)]
+            self._logits[: len(self._choices)].scatter_(1, self._choices, 0.0)
+        self._choices = torch.from_numpy(choices)
+        logits = self._logits[: len(choices)]
+        values = [_CERTAIN, *(_RUNNER_UP - i for i in range(choices.shape[1] - 1))]
+        return logits.scatter_(1, self._choices, torch.tensor(values).expand(choices.shape))
 
 
-def next_state(state: int, token_id: int) -> int:
-    """Returns the state after one more token."""
-    mixed = ((state ^ (token_id + 1)) * _MULTIPLIER + _INCREMENT) & _STATE_MASK
-    return mixed ^ (mixed >> 29)
+def next_state(state: States, token_ids: npt.NDArray[np.int64]) -> States:
+    """Returns the states after one more token each."""
+    fed = (token_ids + 1).astype(np.uint64)
+    mixed: States = ((state ^ fed) * _MULTIPLIER + _INCREMENT) & _STATE_MASK
+    return mixed ^ (mixed >> np.uint64(29))
 
 
 def _no_model(batch: object) -> Tensor:

@@ -5,29 +5,59 @@ logit of each block of ids, without a look at the others.
 """
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from specgw.engine import cpu_sampling
 from specgw.engine.rng import NOISE_BLOCK
 
 _WEIGHTS = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6, 0.0)  # relative to the most probable token's
 
 
-def smallest_kept(
-    logits: Tensor,  # [vocab_size]
-    maxima: Tensor,  # [num_blocks], the largest logit of each `NOISE_BLOCK` ids
-    temperature: float,
-    min_p: float,
-    top_k: int,
-    top_p: float,
-) -> float:
-    """Returns the smallest logit that is kept; -inf for all.
+@dataclass(frozen=True, slots=True)
+class Truncation:
+    """What a row's tokens are kept by.
 
-    Min-p keeps tokens at least that probable relative to the most probable one; then top-k, then
-    top-p choose among the tokens that are left. Equals of the last token kept are kept. A `top_k`
-    of 0 or -1, a `top_p` of 1 and a `min_p` of 0 keep all.
+    A `top_k` of 0 or -1, a `top_p` of 1 and a `min_p` of 0 keep all. Min-p keeps tokens at least
+    that probable relative to the most probable one; then top-k, then top-p choose among the tokens
+    that are left. Equals of the last token kept are kept.
     """
+
+    min_p: float
+    top_k: int
+    top_p: float
+
+
+def smallest_kept(
+    logits: Tensor,  # [num_rows, vocab_size]
+    maxima: Tensor,  # [num_rows, num_blocks], the largest logit of each `NOISE_BLOCK` ids
+    temperatures: Tensor,  # [num_rows] float64
+    truncations: Sequence[Truncation],
+) -> Tensor:  # [num_rows] float32
+    """Returns the smallest logit that each row keeps; -inf for all."""
+    if cpu_sampling.is_usable(logits):
+        shares = [[one.min_p for one in truncations], [one.top_p for one in truncations]]
+        return cpu_sampling.smallest_kept(
+            logits,
+            maxima,
+            temperatures,
+            torch.tensor(shares, dtype=torch.float64),
+            torch.tensor([one.top_k for one in truncations]),
+        )
+    rows = zip(logits, maxima, temperatures.tolist(), truncations, strict=True)
+    return torch.tensor([_smallest_kept(*row) for row in rows]).to(logits.device)
+
+
+def _smallest_kept(
+    logits: Tensor,  # [vocab_size]
+    maxima: Tensor,  # [num_blocks]
+    temperature: float,
+    kept_by: Truncation,
+) -> float:
+    min_p, top_k, top_p = kept_by.min_p, kept_by.top_k, kept_by.top_p
     has_top_k = 0 < top_k < len(logits)
     if not (has_top_k or top_p < 1 or min_p > 0):
         return -math.inf
@@ -53,8 +83,7 @@ def smallest_kept(
 def _top_p_of_all(
     logits: Tensor, maxima: Tensor, best: float, temperature: float, top_p: float
 ) -> float:
-    best_prob = float((logits.float() / temperature).softmax(dim=0).amax())
-    wanted = top_p / best_prob  # relative to the most probable token's
+    wanted = top_p * float(_weights(logits, best, temperature).sum())
     for weight in _WEIGHTS:
         kept = _sorted_from(_logit_of(weight, best, temperature), logits, maxima)
         weights = _weights(kept, best, temperature)

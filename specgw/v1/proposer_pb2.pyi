@@ -624,7 +624,9 @@ class DraftBlock(_message.Message):
 
     @_builtins.property
     def draft_time(self) -> _duration_pb2.Duration:
-        """Time the proposer worked on the step that made the block, waiting not included."""
+        """Time the proposer worked on the step that made the block, waiting not included. Zero or absent
+        if the block was ready before it was asked for.
+        """
 
     @_builtins.property
     def draft_probs(self) -> Global___DraftProbs:

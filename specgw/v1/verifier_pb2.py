@@ -22,28 +22,41 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 from specgw.v1 import types_pb2 as specgw_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18specgw/v1/verifier.proto\x12\tspecgw.v1\x1a\x15specgw/v1/types.proto\"\xfc\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12-\n\x10prompt_token_ids\x18\x02 \x01(\x0b\x32\x13.specgw.v1.TokenIds\x12-\n\x10output_token_ids\x18\x03 \x01(\x0b\x32\x13.specgw.v1.TokenIds\x12\x32\n\x0fsampling_params\x18\x04 \x01(\x0b\x32\x19.specgw.v1.SamplingParams\x12\x18\n\x10proposer_address\x18\x05 \x01(\t\x12\x1d\n\x10max_draft_tokens\x18\x06 \x01(\x05H\x00\x88\x01\x01\x12\x38\n\x12structured_outputs\x18\x08 \x01(\x0b\x32\x1c.specgw.v1.StructuredOutputs\x12\'\n\nprediction\x18\x07 \x01(\x0b\x32\x13.specgw.v1.TokenIds\x12\x12\n\ncache_salt\x18\t \x01(\tB\x13\n\x11_max_draft_tokens\"\xfd\x02\n\x10GenerateResponse\x12&\n\ttoken_ids\x18\x01 \x01(\x0b\x32\x13.specgw.v1.TokenIds\x12.\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x17.specgw.v1.FinishReason\x12\x1a\n\rstop_token_id\x18\x03 \x01(\x05H\x00\x88\x01\x01\x12\x11\n\x04seed\x18\x04 \x01(\x03H\x01\x88\x01\x01\x12\x30\n\x0bspeculation\x18\x05 \x01(\x0b\x32\x1b.specgw.v1.SpeculationStats\x12*\n\x08logprobs\x18\x06 \x01(\x0b\x32\x18.specgw.v1.TokenLogprobs\x12\x31\n\x0fprompt_logprobs\x18\x07 \x01(\x0b\x32\x18.specgw.v1.TokenLogprobs\x12\x1f\n\x12\x63\x61\x63hed_token_count\x18\x0c \x01(\x05H\x02\x88\x01\x01\x42\x10\n\x0e_stop_token_idB\x07\n\x05_seedB\x15\n\x13_cached_token_count\"\x18\n\x16GetVerifierInfoRequest\"\xf6\x03\n\x17GetVerifierInfoResponse\x12\x18\n\x10protocol_version\x18\x01 \x01(\x05\x12\x13\n\x0bverifier_id\x18\x02 \x01(\t\x12\x31\n\x0ctarget_model\x18\x03 \x01(\x0b\x32\x1b.specgw.v1.ModelDescription\x12\x15\n\reos_token_ids\x18\x04 \x03(\x05\x12\x14\n\x0cmax_num_seqs\x18\x05 \x01(\x05\x12\x1e\n\x16max_num_batched_tokens\x18\x06 \x01(\x05\x12\x1a\n\x12kv_capacity_tokens\x18\x07 \x01(\x03\x12\x16\n\x0ekv_used_tokens\x18\x08 \x01(\x03\x12\x15\n\rrunning_count\x18\t \x01(\x05\x12\x15\n\rwaiting_count\x18\n \x01(\x05\x12\x18\n\x10max_draft_tokens\x18\x0b \x01(\x05\x12,\n\tproposers\x18\x0c \x03(\x0b\x32\x19.specgw.v1.ProposerStatus\x12\x30\n\x0bspeculation\x18\r \x01(\x0b\x32\x1b.specgw.v1.SpeculationStats\x12\x12\n\nstep_count\x18\x0e \x01(\x03\x12\x1a\n\x12output_token_count\x18\x0f \x01(\x03\x12 \n\x18kv_lookahead_per_session\x18\x10 \x01(\x05\"\xe1\x02\n\x0eProposerStatus\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x11\n\tconnected\x18\x02 \x01(\x08\x12\x0e\n\x06method\x18\x03 \x01(\t\x12\x15\n\rsession_count\x18\x04 \x01(\x05\x12\x0e\n\x06\x64\x65tail\x18\x05 \x01(\t\x12\x13\n\x0bproposer_id\x18\x06 \x01(\t\x12\x30\n\x0b\x64raft_model\x18\x07 \x01(\x0b\x32\x1b.specgw.v1.ModelDescription\x12\x18\n\x10max_draft_tokens\x18\x08 \x01(\x05\x12\x1f\n\x17\x65xtra_slots_per_session\x18\t \x01(\x05\x12 \n\x18kv_lookahead_per_session\x18\n \x01(\x05\x12\x14\n\x0cmax_sessions\x18\x0b \x01(\x05\x12\x1e\n\x16max_num_batched_tokens\x18\x0c \x01(\x05\x12\x1a\n\x12kv_capacity_tokens\x18\r \x01(\x03*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xb2\x01\n\x0fVerifierService\x12\x45\n\x08Generate\x12\x1a.specgw.v1.GenerateRequest\x1a\x1b.specgw.v1.GenerateResponse0\x01\x12X\n\x0fGetVerifierInfo\x12!.specgw.v1.GetVerifierInfoRequest\x1a\".specgw.v1.GetVerifierInfoResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18specgw/v1/verifier.proto\x12\tspecgw.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x15specgw/v1/types.proto\"\xfc\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12-\n\x10prompt_token_ids\x18\x02 \x01(\x0b\x32\x13.specgw.v1.TokenIds\x12-\n\x10output_token_ids\x18\x03 \x01(\x0b\x32\x13.specgw.v1.TokenIds\x12\x32\n\x0fsampling_params\x18\x04 \x01(\x0b\x32\x19.specgw.v1.SamplingParams\x12\x18\n\x10proposer_address\x18\x05 \x01(\t\x12\x1d\n\x10max_draft_tokens\x18\x06 \x01(\x05H\x00\x88\x01\x01\x12\x38\n\x12structured_outputs\x18\x08 \x01(\x0b\x32\x1c.specgw.v1.StructuredOutputs\x12\'\n\nprediction\x18\x07 \x01(\x0b\x32\x13.specgw.v1.TokenIds\x12\x12\n\ncache_salt\x18\t \x01(\tB\x13\n\x11_max_draft_tokens\"\xfd\x02\n\x10GenerateResponse\x12&\n\ttoken_ids\x18\x01 \x01(\x0b\x32\x13.specgw.v1.TokenIds\x12.\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x17.specgw.v1.FinishReason\x12\x1a\n\rstop_token_id\x18\x03 \x01(\x05H\x00\x88\x01\x01\x12\x11\n\x04seed\x18\x04 \x01(\x03H\x01\x88\x01\x01\x12\x30\n\x0bspeculation\x18\x05 \x01(\x0b\x32\x1b.specgw.v1.SpeculationStats\x12*\n\x08logprobs\x18\x06 \x01(\x0b\x32\x18.specgw.v1.TokenLogprobs\x12\x31\n\x0fprompt_logprobs\x18\x07 \x01(\x0b\x32\x18.specgw.v1.TokenLogprobs\x12\x1f\n\x12\x63\x61\x63hed_token_count\x18\x0c \x01(\x05H\x02\x88\x01\x01\x42\x10\n\x0e_stop_token_idB\x07\n\x05_seedB\x15\n\x13_cached_token_count\"p\n\x13GenerateManyRequest\x12%\n\x05start\x18\x01 \x01(\x0b\x32\x14.specgw.v1.StartCallH\x00\x12\'\n\x06\x63\x61ncel\x18\x02 \x01(\x0b\x32\x15.specgw.v1.CancelCallH\x00\x42\t\n\x07message\"u\n\tStartCall\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\x03\x12+\n\x07request\x18\x02 \x01(\x0b\x32\x1a.specgw.v1.GenerateRequest\x12*\n\x07timeout\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x1d\n\nCancelCall\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\x03\"\xbf\x02\n\x14GenerateManyResponse\x12\x10\n\x08\x63\x61ll_ids\x18\x01 \x03(\x03\x12\x14\n\x0ctoken_counts\x18\x02 \x03(\x05\x12&\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x13.specgw.v1.TokenIds\x12\x1a\n\x12\x64raft_token_counts\x18\x04 \x03(\x05\x12\x1d\n\x15\x61\x63\x63\x65pted_token_counts\x18\x05 \x03(\x05\x12\x35\n\x11undrafted_reasons\x18\x06 \x03(\x0e\x32\x1a.specgw.v1.UndraftedReason\x12\x14\n\x0cis_synthetic\x18\x07 \x01(\x08\x12)\n\x07\x64\x65tails\x18\x08 \x03(\x0b\x32\x18.specgw.v1.OutputDetails\x12$\n\x06\x65rrors\x18\t \x03(\x0b\x32\x14.specgw.v1.CallError\"M\n\rOutputDetails\x12\r\n\x05index\x18\x01 \x01(\x05\x12-\n\x08response\x18\x02 \x01(\x0b\x32\x1b.specgw.v1.GenerateResponse\"r\n\tCallError\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\x03\x12\x13\n\x0bstatus_code\x18\x02 \x01(\x05\x12\x0f\n\x07message\x18\x03 \x01(\t\x12.\n\x0bretry_after\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x18\n\x16GetVerifierInfoRequest\"\x8e\x04\n\x17GetVerifierInfoResponse\x12\x18\n\x10protocol_version\x18\x01 \x01(\x05\x12\x13\n\x0bverifier_id\x18\x02 \x01(\t\x12\x31\n\x0ctarget_model\x18\x03 \x01(\x0b\x32\x1b.specgw.v1.ModelDescription\x12\x15\n\reos_token_ids\x18\x04 \x03(\x05\x12\x14\n\x0cmax_num_seqs\x18\x05 \x01(\x05\x12\x1e\n\x16max_num_batched_tokens\x18\x06 \x01(\x05\x12\x1a\n\x12kv_capacity_tokens\x18\x07 \x01(\x03\x12\x16\n\x0ekv_used_tokens\x18\x08 \x01(\x03\x12\x15\n\rrunning_count\x18\t \x01(\x05\x12\x15\n\rwaiting_count\x18\n \x01(\x05\x12\x18\n\x10max_draft_tokens\x18\x0b \x01(\x05\x12,\n\tproposers\x18\x0c \x03(\x0b\x32\x19.specgw.v1.ProposerStatus\x12\x30\n\x0bspeculation\x18\r \x01(\x0b\x32\x1b.specgw.v1.SpeculationStats\x12\x12\n\nstep_count\x18\x0e \x01(\x03\x12\x1a\n\x12output_token_count\x18\x0f \x01(\x03\x12 \n\x18kv_lookahead_per_session\x18\x10 \x01(\x05\x12\x16\n\x0egenerates_many\x18\x11 \x01(\x08\"\xe1\x02\n\x0eProposerStatus\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x11\n\tconnected\x18\x02 \x01(\x08\x12\x0e\n\x06method\x18\x03 \x01(\t\x12\x15\n\rsession_count\x18\x04 \x01(\x05\x12\x0e\n\x06\x64\x65tail\x18\x05 \x01(\t\x12\x13\n\x0bproposer_id\x18\x06 \x01(\t\x12\x30\n\x0b\x64raft_model\x18\x07 \x01(\x0b\x32\x1b.specgw.v1.ModelDescription\x12\x18\n\x10max_draft_tokens\x18\x08 \x01(\x05\x12\x1f\n\x17\x65xtra_slots_per_session\x18\t \x01(\x05\x12 \n\x18kv_lookahead_per_session\x18\n \x01(\x05\x12\x14\n\x0cmax_sessions\x18\x0b \x01(\x05\x12\x1e\n\x16max_num_batched_tokens\x18\x0c \x01(\x05\x12\x1a\n\x12kv_capacity_tokens\x18\r \x01(\x03*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\x87\x02\n\x0fVerifierService\x12\x45\n\x08Generate\x12\x1a.specgw.v1.GenerateRequest\x1a\x1b.specgw.v1.GenerateResponse0\x01\x12S\n\x0cGenerateMany\x12\x1e.specgw.v1.GenerateManyRequest\x1a\x1f.specgw.v1.GenerateManyResponse(\x01\x30\x01\x12X\n\x0fGetVerifierInfo\x12!.specgw.v1.GetVerifierInfoRequest\x1a\".specgw.v1.GetVerifierInfoResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'specgw.v1.verifier_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=1716
-  _globals['_FINISHREASON']._serialized_end=1811
-  _globals['_GENERATEREQUEST']._serialized_start=63
-  _globals['_GENERATEREQUEST']._serialized_end=443
-  _globals['_GENERATERESPONSE']._serialized_start=446
-  _globals['_GENERATERESPONSE']._serialized_end=827
-  _globals['_GETVERIFIERINFOREQUEST']._serialized_start=829
-  _globals['_GETVERIFIERINFOREQUEST']._serialized_end=853
-  _globals['_GETVERIFIERINFORESPONSE']._serialized_start=856
-  _globals['_GETVERIFIERINFORESPONSE']._serialized_end=1358
-  _globals['_PROPOSERSTATUS']._serialized_start=1361
-  _globals['_PROPOSERSTATUS']._serialized_end=1714
-  _globals['_VERIFIERSERVICE']._serialized_start=1814
-  _globals['_VERIFIERSERVICE']._serialized_end=1992
+  _globals['_FINISHREASON']._serialized_start=2553
+  _globals['_FINISHREASON']._serialized_end=2648
+  _globals['_GENERATEREQUEST']._serialized_start=95
+  _globals['_GENERATEREQUEST']._serialized_end=475
+  _globals['_GENERATERESPONSE']._serialized_start=478
+  _globals['_GENERATERESPONSE']._serialized_end=859
+  _globals['_GENERATEMANYREQUEST']._serialized_start=861
+  _globals['_GENERATEMANYREQUEST']._serialized_end=973
+  _globals['_STARTCALL']._serialized_start=975
+  _globals['_STARTCALL']._serialized_end=1092
+  _globals['_CANCELCALL']._serialized_start=1094
+  _globals['_CANCELCALL']._serialized_end=1123
+  _globals['_GENERATEMANYRESPONSE']._serialized_start=1126
+  _globals['_GENERATEMANYRESPONSE']._serialized_end=1445
+  _globals['_OUTPUTDETAILS']._serialized_start=1447
+  _globals['_OUTPUTDETAILS']._serialized_end=1524
+  _globals['_CALLERROR']._serialized_start=1526
+  _globals['_CALLERROR']._serialized_end=1640
+  _globals['_GETVERIFIERINFOREQUEST']._serialized_start=1642
+  _globals['_GETVERIFIERINFOREQUEST']._serialized_end=1666
+  _globals['_GETVERIFIERINFORESPONSE']._serialized_start=1669
+  _globals['_GETVERIFIERINFORESPONSE']._serialized_end=2195
+  _globals['_PROPOSERSTATUS']._serialized_start=2198
+  _globals['_PROPOSERSTATUS']._serialized_end=2551
+  _globals['_VERIFIERSERVICE']._serialized_start=2651
+  _globals['_VERIFIERSERVICE']._serialized_end=2914
 # @@protoc_insertion_point(module_scope)

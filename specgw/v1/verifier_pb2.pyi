@@ -5,6 +5,7 @@ The contract between a gateway and the verifiers that answer its requests."""
 
 from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
+from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
@@ -191,6 +192,230 @@ class GenerateResponse(_message.Message):
 Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
 
 @_typing.final
+class GenerateManyRequest(_message.Message):
+    """One message of a client with many requests."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    START_FIELD_NUMBER: _builtins.int
+    CANCEL_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def start(self) -> Global___StartCall:
+        """Begins a call."""
+
+    @_builtins.property
+    def cancel(self) -> Global___CancelCall:
+        """Ends a call whose output nobody wants any more."""
+
+    def __init__(
+        self,
+        *,
+        start: Global___StartCall | None = ...,
+        cancel: Global___CancelCall | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "message", b"message", "start", b"start"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "message", b"message", "start", b"start"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["start", "cancel"]  # noqa: Y015
+    _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
+
+Global___GenerateManyRequest: _TypeAlias = GenerateManyRequest  # noqa: Y015
+
+@_typing.final
+class StartCall(_message.Message):
+    """Begins a call."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CALL_ID_FIELD_NUMBER: _builtins.int
+    REQUEST_FIELD_NUMBER: _builtins.int
+    TIMEOUT_FIELD_NUMBER: _builtins.int
+    call_id: _builtins.int
+    """Identifies the call on this stream. Larger than that of every call before; at least 1."""
+    @_builtins.property
+    def request(self) -> Global___GenerateRequest:
+        """What to continue."""
+
+    @_builtins.property
+    def timeout(self) -> _duration_pb2.Duration:
+        """Time after which the call ends with DEADLINE_EXCEEDED. Absent means no limit."""
+
+    def __init__(
+        self,
+        *,
+        call_id: _builtins.int = ...,
+        request: Global___GenerateRequest | None = ...,
+        timeout: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request", "timeout", b"timeout"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call_id", b"call_id", "request", b"request", "timeout", b"timeout"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StartCall: _TypeAlias = StartCall  # noqa: Y015
+
+@_typing.final
+class CancelCall(_message.Message):
+    """Ends a call and frees its session before the next step. There is no answer; outputs under way may still come."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CALL_ID_FIELD_NUMBER: _builtins.int
+    call_id: _builtins.int
+    """The call. One that is not open is ignored."""
+    def __init__(
+        self,
+        *,
+        call_id: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call_id", b"call_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CancelCall: _TypeAlias = CancelCall  # noqa: Y015
+
+@_typing.final
+class GenerateManyResponse(_message.Message):
+    """What one step gave to a client's calls. An output is a call's part; the lists that have an entry for each output are
+    equally long.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CALL_IDS_FIELD_NUMBER: _builtins.int
+    TOKEN_COUNTS_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    DRAFT_TOKEN_COUNTS_FIELD_NUMBER: _builtins.int
+    ACCEPTED_TOKEN_COUNTS_FIELD_NUMBER: _builtins.int
+    UNDRAFTED_REASONS_FIELD_NUMBER: _builtins.int
+    IS_SYNTHETIC_FIELD_NUMBER: _builtins.int
+    DETAILS_FIELD_NUMBER: _builtins.int
+    ERRORS_FIELD_NUMBER: _builtins.int
+    is_synthetic: _builtins.bool
+    """`SpeculationStats.is_synthetic` of these rounds."""
+    @_builtins.property
+    def call_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The call of each output."""
+
+    @_builtins.property
+    def token_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Number of output tokens of each."""
+
+    @_builtins.property
+    def token_ids(self) -> _types_pb2.TokenIds:
+        """The output tokens of all, one output after the other. Shape [sum of token_counts]."""
+
+    @_builtins.property
+    def draft_token_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Draft tokens that each output's round verified; 0 if it had none."""
+
+    @_builtins.property
+    def accepted_token_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Those of them that are among the output tokens."""
+
+    @_builtins.property
+    def undrafted_reasons(self) -> _containers.RepeatedScalarFieldContainer[_types_pb2.UndraftedReason.ValueType]:
+        """Why a decode round had no draft tokens. UNSPECIFIED if it had some, and in the first output of a call."""
+
+    @_builtins.property
+    def details(self) -> _containers.RepeatedCompositeFieldContainer[Global___OutputDetails]:
+        """What else there is to say of some of the outputs."""
+
+    @_builtins.property
+    def errors(self) -> _containers.RepeatedCompositeFieldContainer[Global___CallError]:
+        """Calls that ended without a finish reason. They have no output here."""
+
+    def __init__(
+        self,
+        *,
+        call_ids: _abc.Iterable[_builtins.int] | None = ...,
+        token_counts: _abc.Iterable[_builtins.int] | None = ...,
+        token_ids: _types_pb2.TokenIds | None = ...,
+        draft_token_counts: _abc.Iterable[_builtins.int] | None = ...,
+        accepted_token_counts: _abc.Iterable[_builtins.int] | None = ...,
+        undrafted_reasons: _abc.Iterable[_types_pb2.UndraftedReason.ValueType] | None = ...,
+        is_synthetic: _builtins.bool = ...,
+        details: _abc.Iterable[Global___OutputDetails] | None = ...,
+        errors: _abc.Iterable[Global___CallError] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["token_ids", b"token_ids"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_token_counts", b"accepted_token_counts", "call_ids", b"call_ids", "details", b"details", "draft_token_counts", b"draft_token_counts", "errors", b"errors", "is_synthetic", b"is_synthetic", "token_counts", b"token_counts", "token_ids", b"token_ids", "undrafted_reasons", b"undrafted_reasons"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GenerateManyResponse: _TypeAlias = GenerateManyResponse  # noqa: Y015
+
+@_typing.final
+class OutputDetails(_message.Message):
+    """What most outputs have none of."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    RESPONSE_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    """Which output: an index into `call_ids`."""
+    @_builtins.property
+    def response(self) -> Global___GenerateResponse:
+        """As of `Generate`. `token_ids` and `speculation` are absent: the lists have them."""
+
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        response: Global___GenerateResponse | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["response", b"response"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "response", b"response"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OutputDetails: _TypeAlias = OutputDetails  # noqa: Y015
+
+@_typing.final
+class CallError(_message.Message):
+    """A call that failed. It is over."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CALL_ID_FIELD_NUMBER: _builtins.int
+    STATUS_CODE_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    RETRY_AFTER_FIELD_NUMBER: _builtins.int
+    call_id: _builtins.int
+    """The call."""
+    status_code: _builtins.int
+    """Number of the gRPC status that `Generate` would end with, 13 (INTERNAL) for example."""
+    message: _builtins.str
+    """For people; INVALID_ARGUMENT names the field and its value."""
+    @_builtins.property
+    def retry_after(self) -> _duration_pb2.Duration:
+        """When to come back, if the status is RESOURCE_EXHAUSTED."""
+
+    def __init__(
+        self,
+        *,
+        call_id: _builtins.int = ...,
+        status_code: _builtins.int = ...,
+        message: _builtins.str = ...,
+        retry_after: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["retry_after", b"retry_after"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call_id", b"call_id", "message", b"message", "retry_after", b"retry_after", "status_code", b"status_code"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CallError: _TypeAlias = CallError  # noqa: Y015
+
+@_typing.final
 class GetVerifierInfoRequest(_message.Message):
     """Asks for a description of the verifier."""
 
@@ -229,6 +454,7 @@ class GetVerifierInfoResponse(_message.Message):
     STEP_COUNT_FIELD_NUMBER: _builtins.int
     OUTPUT_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     KV_LOOKAHEAD_PER_SESSION_FIELD_NUMBER: _builtins.int
+    GENERATES_MANY_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     """Version of this contract that the verifier speaks."""
     verifier_id: _builtins.str
@@ -253,6 +479,8 @@ class GetVerifierInfoResponse(_message.Message):
     """Output tokens committed since the start."""
     kv_lookahead_per_session: _builtins.int
     """KV cache slots per session that drafting takes beyond the committed tokens. 0 without speculation."""
+    generates_many: _builtins.bool
+    """Whether the verifier has `GenerateMany`."""
     @_builtins.property
     def target_model(self) -> _types_pb2.ModelDescription:
         """The target model."""
@@ -288,10 +516,11 @@ class GetVerifierInfoResponse(_message.Message):
         step_count: _builtins.int = ...,
         output_token_count: _builtins.int = ...,
         kv_lookahead_per_session: _builtins.int = ...,
+        generates_many: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["speculation", b"speculation", "target_model", b"target_model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["eos_token_ids", b"eos_token_ids", "kv_capacity_tokens", b"kv_capacity_tokens", "kv_lookahead_per_session", b"kv_lookahead_per_session", "kv_used_tokens", b"kv_used_tokens", "max_draft_tokens", b"max_draft_tokens", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "output_token_count", b"output_token_count", "proposers", b"proposers", "protocol_version", b"protocol_version", "running_count", b"running_count", "speculation", b"speculation", "step_count", b"step_count", "target_model", b"target_model", "verifier_id", b"verifier_id", "waiting_count", b"waiting_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["eos_token_ids", b"eos_token_ids", "generates_many", b"generates_many", "kv_capacity_tokens", b"kv_capacity_tokens", "kv_lookahead_per_session", b"kv_lookahead_per_session", "kv_used_tokens", b"kv_used_tokens", "max_draft_tokens", b"max_draft_tokens", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "output_token_count", b"output_token_count", "proposers", b"proposers", "protocol_version", b"protocol_version", "running_count", b"running_count", "speculation", b"speculation", "step_count", b"step_count", "target_model", b"target_model", "verifier_id", b"verifier_id", "waiting_count", b"waiting_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -40,6 +40,11 @@ class VerifierServiceStub:
                 request_serializer=specgw_dot_v1_dot_verifier__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=specgw_dot_v1_dot_verifier__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.GenerateMany = channel.stream_stream(
+                '/specgw.v1.VerifierService/GenerateMany',
+                request_serializer=specgw_dot_v1_dot_verifier__pb2.GenerateManyRequest.SerializeToString,
+                response_deserializer=specgw_dot_v1_dot_verifier__pb2.GenerateManyResponse.FromString,
+                _registered_method=True)
         self.GetVerifierInfo = channel.unary_unary(
                 '/specgw.v1.VerifierService/GetVerifierInfo',
                 request_serializer=specgw_dot_v1_dot_verifier__pb2.GetVerifierInfoRequest.SerializeToString,
@@ -60,6 +65,16 @@ class VerifierServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GenerateMany(self, request_iterator, context):
+        """Does for each of a client's requests what `Generate` does, for as long as the stream is open, and sends the outputs
+        of a step for all of them in one message. A call that fails or cannot be served ends with a `CallError`; others go
+        on. Calls still open end with the stream. `GetVerifierInfoResponse.generates_many` says whether it is there.
+        RESOURCE_EXHAUSTED if the client leaves more than 64 MiB unread, INVALID_ARGUMENT if it breaks the rules of the stream.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetVerifierInfo(self, request, context):
         """Describes what the verifier has loaded and how much of its capacity is in use. Changes nothing.
         """
@@ -74,6 +89,11 @@ def add_VerifierServiceServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=specgw_dot_v1_dot_verifier__pb2.GenerateRequest.FromString,
                     response_serializer=specgw_dot_v1_dot_verifier__pb2.GenerateResponse.SerializeToString,
+            ),
+            'GenerateMany': grpc.stream_stream_rpc_method_handler(
+                    servicer.GenerateMany,
+                    request_deserializer=specgw_dot_v1_dot_verifier__pb2.GenerateManyRequest.FromString,
+                    response_serializer=specgw_dot_v1_dot_verifier__pb2.GenerateManyResponse.SerializeToString,
             ),
             'GetVerifierInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetVerifierInfo,
@@ -109,6 +129,33 @@ class VerifierService:
             '/specgw.v1.VerifierService/Generate',
             specgw_dot_v1_dot_verifier__pb2.GenerateRequest.SerializeToString,
             specgw_dot_v1_dot_verifier__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GenerateMany(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/specgw.v1.VerifierService/GenerateMany',
+            specgw_dot_v1_dot_verifier__pb2.GenerateManyRequest.SerializeToString,
+            specgw_dot_v1_dot_verifier__pb2.GenerateManyResponse.FromString,
             options,
             channel_credentials,
             insecure,

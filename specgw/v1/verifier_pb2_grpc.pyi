@@ -38,6 +38,12 @@ class VerifierServiceStub:
     reason. Cancelling the call, or passing its deadline, frees the session within one step. RESOURCE_EXHAUSTED if the
     queue is full, INVALID_ARGUMENT naming the field if the request can never be served, UNAVAILABLE while draining.
     """
+    GenerateMany: _grpc.StreamStreamMultiCallable[_verifier_pb2.GenerateManyRequest, _verifier_pb2.GenerateManyResponse]
+    """Does for each of a client's requests what `Generate` does, for as long as the stream is open, and sends the outputs
+    of a step for all of them in one message. A call that fails or cannot be served ends with a `CallError`; others go
+    on. Calls still open end with the stream. `GetVerifierInfoResponse.generates_many` says whether it is there.
+    RESOURCE_EXHAUSTED if the client leaves more than 64 MiB unread, INVALID_ARGUMENT if it breaks the rules of the stream.
+    """
     GetVerifierInfo: _grpc.UnaryUnaryMultiCallable[_verifier_pb2.GetVerifierInfoRequest, _verifier_pb2.GetVerifierInfoResponse]
     """Describes what the verifier has loaded and how much of its capacity is in use. Changes nothing."""
 
@@ -50,6 +56,12 @@ class VerifierServiceAsyncStub(VerifierServiceStub):
     """Continues a prompt and streams the output tokens as they are committed. Ends after the response with a finish
     reason. Cancelling the call, or passing its deadline, frees the session within one step. RESOURCE_EXHAUSTED if the
     queue is full, INVALID_ARGUMENT naming the field if the request can never be served, UNAVAILABLE while draining.
+    """
+    GenerateMany: _aio.StreamStreamMultiCallable[_verifier_pb2.GenerateManyRequest, _verifier_pb2.GenerateManyResponse]  # type: ignore[assignment]
+    """Does for each of a client's requests what `Generate` does, for as long as the stream is open, and sends the outputs
+    of a step for all of them in one message. A call that fails or cannot be served ends with a `CallError`; others go
+    on. Calls still open end with the stream. `GetVerifierInfoResponse.generates_many` says whether it is there.
+    RESOURCE_EXHAUSTED if the client leaves more than 64 MiB unread, INVALID_ARGUMENT if it breaks the rules of the stream.
     """
     GetVerifierInfo: _aio.UnaryUnaryMultiCallable[_verifier_pb2.GetVerifierInfoRequest, _verifier_pb2.GetVerifierInfoResponse]  # type: ignore[assignment]
     """Describes what the verifier has loaded and how much of its capacity is in use. Changes nothing."""
@@ -66,6 +78,18 @@ class VerifierServiceServicer(metaclass=_abc_1.ABCMeta):
         """Continues a prompt and streams the output tokens as they are committed. Ends after the response with a finish
         reason. Cancelling the call, or passing its deadline, frees the session within one step. RESOURCE_EXHAUSTED if the
         queue is full, INVALID_ARGUMENT naming the field if the request can never be served, UNAVAILABLE while draining.
+        """
+
+    @_abc_1.abstractmethod
+    def GenerateMany(
+        self,
+        request_iterator: _MaybeAsyncIterator[_verifier_pb2.GenerateManyRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_verifier_pb2.GenerateManyResponse], _abc.AsyncIterator[_verifier_pb2.GenerateManyResponse]]:
+        """Does for each of a client's requests what `Generate` does, for as long as the stream is open, and sends the outputs
+        of a step for all of them in one message. A call that fails or cannot be served ends with a `CallError`; others go
+        on. Calls still open end with the stream. `GetVerifierInfoResponse.generates_many` says whether it is there.
+        RESOURCE_EXHAUSTED if the client leaves more than 64 MiB unread, INVALID_ARGUMENT if it breaks the rules of the stream.
         """
 
     @_abc_1.abstractmethod

@@ -22,7 +22,7 @@ from specgw.server import ServiceServer
 from specgw.types import SamplingParams, SpeculationStats
 from tests.conformance.test_lossless_greedy import PROMPTS
 from tests.conftest import VOCAB_SIZE
-from tests.running_services import LOOPBACK, running_verifier, token_ids, verifier_args
+from tests.running_services import LOOPBACK, running_verifier, speculation, token_ids, verifier_args
 from tests.verifier_harness import GREEDY, InlineVerifier, plain_answers
 
 
@@ -157,7 +157,7 @@ async def test_the_same_holds_over_grpc(
             *answers.values(),
             answers[tuple(PROMPTS[3])],
         ]
-        assert (accepted_first(together[3][-1].speculation) == 1) is is_twin
+        assert (accepted_first(speculation(together[3])) == 1) is is_twin
 
 
 def test_acceptance_does_not_decay_over_a_long_answer(

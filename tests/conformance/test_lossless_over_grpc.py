@@ -16,6 +16,7 @@ from tests.conformance.test_lossless_greedy import PROMPTS, PROPOSERS
 from tests.running_services import (
     running_verifier,
     scripted_proposer,
+    speculation,
     token_ids,
     verifier_args,
 )
@@ -78,8 +79,7 @@ async def test_a_dead_proposer_leaves_greedy_output_unchanged(
         together = await asyncio.gather(*(verifier.generate(p, GREEDY) for p in PROMPTS))
 
     assert [token_ids(outputs) for outputs in together] == list(answers.values())
-    stats = together[0][-1].speculation
-    assert stats is not None
+    stats = speculation(together[0])
     assert stats.undrafted == {UndraftedReason.LATE: 22, UndraftedReason.DISABLED: 1}
 
 
@@ -101,8 +101,7 @@ async def test_a_slow_proposer_leaves_greedy_output_unchanged(
             together = await asyncio.gather(*(verifier.generate(p, GREEDY) for p in PROMPTS))
 
     assert [token_ids(outputs) for outputs in together] == list(answers.values())
-    stats = together[0][-1].speculation
-    assert stats is not None
+    stats = speculation(together[0])
     if wait:
         assert stats.accepted_token_count == stats.draft_token_count > 0
     else:  # 20 ms for a block that saves a fraction of that
@@ -117,8 +116,7 @@ async def test_a_proposer_that_is_not_there_leaves_greedy_output_unchanged(
         outputs = await verifier.generate(PROMPTS[3], GREEDY)
 
     assert token_ids(outputs) == answers[tuple(PROMPTS[3])]
-    stats = outputs[-1].speculation
-    assert stats is not None
+    stats = speculation(outputs)
     assert stats.undrafted == {UndraftedReason.UNAVAILABLE: 22, UndraftedReason.DISABLED: 1}
 
 

@@ -148,18 +148,18 @@ def twin(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize(
-    ("method", "draft", "params"),
-    [("token", "foreign", COLD), ("string", "foreign", COLD), ("token", "twin", HOT)],
-    ids=["token", "string", "coupled"],
+    ("draft", "params"),
+    [("foreign", COLD), ("twin", HOT)],
+    ids=["greedy", "coupled"],
 )
 def test_running_ahead_changes_no_output_and_saves_passes(
-    method: str, draft: str, params: SamplingParams, target: ModelRunner, twin: str
+    draft: str, params: SamplingParams, target: ModelRunner, twin: str
 ) -> None:
     params, draft = replace(params, max_tokens=48), twin if draft == "twin" else draft
     asked = prompts(target)[:3]
     links = [
         NotingLink(
-            proposer("target", draft, method, k=2, run_ahead=on, draft_sample_method="coupled")
+            proposer("target", draft, "token", k=2, run_ahead=on, draft_sample_method="coupled")
         )
         for on in ("on", "off")
     ]
@@ -176,6 +176,15 @@ def test_running_ahead_changes_no_output_and_saves_passes(
     assert links[1].core.ahead.token_count == 0
     accepted, num_rounds = counted([answer.speculation for answer in found])
     assert accepted / num_rounds > 0.1
+
+
+def test_text_is_not_drafted_ahead(target: ModelRunner) -> None:
+    link = NotingLink(proposer("target", "foreign", "string", k=2, run_ahead="on"))
+
+    [answer] = InlineVerifier(target, [link], max_draft_tokens=2).generate(prompts(target)[:1])
+
+    assert answer.token_ids == plain_answers(target, prompts(target)[:1])[tuple(prompts(target)[0])]
+    assert link.core.ahead.token_count == 0
 
 
 def test_laws_that_were_drawn_ahead_are_good_laws(target: ModelRunner, twin: str) -> None:

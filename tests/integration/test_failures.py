@@ -8,18 +8,19 @@ import asyncio
 import os
 import signal
 import sys
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 import pytest
 
-from specgw import wire
+from gateway.verifier_stream import VerifierStream
 from specgw.channel import open_channel
 from specgw.config import EngineArgs, load_config
 from specgw.supervisor import Child, embedded_services
 from specgw.types import GenerateOutput, GenerateRequest, SamplingParams
 from specgw.v1 import verifier_pb2, verifier_pb2_grpc
-from tests.running_services import token_ids
+from tests.running_services import speculation, token_ids
 
 pytestmark = pytest.mark.slow
 
@@ -33,6 +34,7 @@ class Client:
 
     def __init__(self, stub: "verifier_pb2_grpc.VerifierServiceAsyncStub") -> None:
         self._stub = stub
+        self._stream = VerifierStream(stub, "embedded")
         self.num_responses = 0
         self.progress = asyncio.Event()
 
@@ -41,10 +43,8 @@ class Client:
     ) -> list[GenerateOutput]:
         request = GenerateRequest("test", prompt, PARAMS, max_draft_tokens=max_draft_tokens)
         outputs = []
-        async for response in self._stub.Generate(
-            wire.generate_request_to_pb(request), timeout=120
-        ):
-            outputs.append(wire.generate_output_from_pb(response))
+        async for output in self._stream.generate(request, time.monotonic() + 120):
+            outputs.append(output)
             self.num_responses += 1
             if self.num_responses > 2 * NUM_STREAMS:
                 self.progress.set()
@@ -104,9 +104,8 @@ async def test_a_fallback_drafts_while_the_proposer_stands_still() -> None:
         finally:
             os.kill(proposer.pid, signal.SIGCONT)
 
-    stats = outputs[-1].speculation
+    stats = speculation(outputs)
     assert token_ids(outputs) == token_ids(plain)
-    assert stats is not None
     assert stats.accepted_token_count > 0
     assert stats.draft_count > 3
 

@@ -396,11 +396,15 @@ class TestOpenAI:
             [3],
         ]
 
+    @pytest.mark.parametrize("generates_many", [True, False])
     async def test_speculation_statistics_come_with_the_answer(
-        self, make_verifier: MakeVerifier, run_gateway: RunGateway
+        self, make_verifier: MakeVerifier, run_gateway: RunGateway, generates_many: bool
     ) -> None:
         body = {**COMPLETION, "max_tokens": 5}
-        async with ready(run_gateway, [make_verifier()]) as gateway, http(gateway) as client:
+        verifier = make_verifier(generates_many=generates_many)
+        async with ready(run_gateway, [verifier]) as gateway, http(gateway) as client:
+            plain_body = {**body, "num_speculative_tokens": 0}
+            plain = (await client.post("/v1/completions", json=plain_body)).json()
             unary = (await client.post("/v1/completions", json=body)).json()
             answer = await client.post("/v1/completions", json={**body, "stream": True})
 
@@ -414,9 +418,11 @@ class TestOpenAI:
             "num_draft_tokens": 6,
             "num_spec_tokens": 4,
             "num_accepted_draft_tokens_per_position": [2, 2, 0, 0],
-            "num_undrafted_steps": {"disabled": 1},
+            "num_undrafted_steps": {},
             "is_synthetic": False,
         }
+        undrafted = plain["metrics"]["speculative_decoding"]["num_undrafted_steps"]
+        assert undrafted == {"disabled": 2}
         assert [event async for event in events(answer)][-1]["metrics"] == unary["metrics"]
 
     async def test_sampling_parameters_reach_the_verifier(
@@ -1584,14 +1590,21 @@ class TestFailures:
         assert [len(verifier.requests) for verifier in pair] == [2, 2]
 
     @pytest.mark.parametrize(
-        "method", ["/grpc.health.v1.Health/Watch", "/specgw.v1.VerifierService/Generate"]
+        "method",
+        [
+            "/grpc.health.v1.Health/Watch",
+            "/specgw.v1.VerifierService/Generate",
+            "/specgw.v1.VerifierService/GenerateMany",
+        ],
     )
     async def test_a_message_that_does_not_parse_is_a_verifier_lost_for_a_moment(
         self, make_verifier: MakeVerifier, run_gateway: RunGateway, method: str
     ) -> None:
         garble = GarbleOnce(method)
         async with (
-            garbling(make_verifier(), garble) as address,
+            garbling(
+                make_verifier(generates_many=not method.endswith("/Generate")), garble
+            ) as address,
             run_gateway(address) as gateway,
             http(gateway) as client,
         ):
@@ -1616,9 +1629,11 @@ class GarbleOnce(grpc.aio.ServerInterceptor):
         if self.is_done or handler_call_details.method != self._method:
             return await continuation(handler_call_details)
         self.is_done = True
+        if self._method.endswith("Many"):
+            return grpc.stream_stream_rpc_method_handler(self._answer)
         return grpc.unary_stream_rpc_method_handler(self._answer)
 
-    async def _answer(self, request: bytes, context: Any) -> AsyncIterator[bytes]:
+    async def _answer(self, request: Any, context: Any) -> AsyncIterator[bytes]:
         yield b"\xff"
 
 

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 from specgw.errors import InvalidRequest
 from specgw.grammar import GrammarCompiler, GrammarMatcher
 from specgw.structured_outputs import StructuredOutputsParams
+from specgw.structured_outputs_config import StructuredOutputsConfig
 from tests.tiny_tokenizers import EOS, byte_level, metaspace, of_tokens, token_id
 
 TOKENS = [
@@ -91,6 +92,12 @@ LANGUAGES = {
         StructuredOutputsParams(
             json={"const": {"a": 1, "b": 12}},
             disable_any_whitespace=True,
+        ),
+        ['{"a":1,"b":12}'],
+    ),
+    "compact by its schema": (
+        StructuredOutputsParams(
+            json={"const": {"a": 1, "b": 12}, "x-guidance": {"whitespace_flexible": False}},
         ),
         ['{"a":1,"b":12}'],
     ),
@@ -308,3 +315,34 @@ def test_a_text_of_any_script_is_followed_token_by_token(text: str, tokenizer: T
         assert matcher.advance(token_ids[-1:]) == 1
 
     assert tokenizer.decode(token_ids) == text
+
+
+def test_what_is_configured_holds_for_every_constraint() -> None:
+    schema = {"properties": {"a": {"const": 1}}, "required": ["a"], "maxProperties": 2}
+    config = StructuredOutputsConfig(
+        backend="guidance", disable_any_whitespace=True, disable_additional_properties=True
+    )
+    free, limited = (
+        GrammarCompiler(of_tokens(TOKENS).to_str, VOCAB_SIZE, [EOS_ID], one)
+        for one in (StructuredOutputsConfig(), config)
+    )
+    for params in (StructuredOutputsParams(json=schema), StructuredOutputsParams(json_object=True)):
+        start = TOKENS.index("{")
+        matchers = [one.compile(params) for one in (free, limited)]
+        assert [one.advance([start]) for one in matchers] == [1, 1]
+        assert [TOKENS.index(" ") in allowed(one) for one in matchers] == [True, False]
+
+    closed = [one.compile(StructuredOutputsParams(json=schema)) for one in (free, limited)]
+    whole = [TOKENS.index(one) for one in '{"a":1']
+    assert [one.advance(whole) for one in closed] == [len(whole)] * 2
+    assert [TOKENS.index(",") in allowed(one) for one in closed] == [True, False]
+    limited.compile(StructuredOutputsParams(regex="a b"))  # a constraint that it says nothing of
+
+
+def test_a_whitespace_pattern_is_refused_where_json_may_have_no_whitespace() -> None:
+    config = StructuredOutputsConfig(backend="guidance", disable_any_whitespace=True)
+    compiler = GrammarCompiler(of_tokens(TOKENS).to_str, VOCAB_SIZE, [EOS_ID], config)
+    params = StructuredOutputsParams(json={}, whitespace_pattern=" ")
+
+    with pytest.raises(InvalidRequest, match="whitespace_pattern: cannot be set with disable_any"):
+        compiler.compile(params)

@@ -22,6 +22,10 @@ from specgw.vllm_flags import normalized
             ["--speculative_config.draft_load_config.load_format", "auto"],
             ["--speculative-config", '{"draft_load_config": {"load_format": "auto"}}'],
         ),
+        (
+            ["--structured-outputs-config.disable_any_whitespace", "true"],
+            ["--structured-outputs-config", '{"disable_any_whitespace": true}'],
+        ),
         (["-sc.a+", "x,y", "-sc.b", "[1]"], ["-sc", '{"a": ["x", "y"], "b": [1]}']),
         (["-sc", '{"model": "a.b"}', "--", "-x.y"], ["-sc", '{"model": "a.b"}', "--", "-x.y"]),
     ],

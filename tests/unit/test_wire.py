@@ -26,6 +26,7 @@ from specgw.types import (
     OpenSession,
     ProposerStatus,
     ProposeStep,
+    Round,
     SamplingParams,
     SpeculationStats,
     TokenLogprobs,
@@ -128,9 +129,13 @@ blocks = st.one_of(
     st.builds(
         *(DraftBlock, session_ids, counts, some_token_ids, st.none(), durations),
         st.sampled_from(AcceptanceRule),
+        draft_probs=st.just(()),
     ),
     st.builds(
-        DraftBlock, session_ids, counts, st.just([]), st.sampled_from(UndraftedReason), durations
+        *(DraftBlock, session_ids, counts, st.just([]), st.sampled_from(UndraftedReason)),
+        durations,
+        rule=st.sampled_from(AcceptanceRule),
+        draft_probs=st.just(()),
     ),
 )
 stats = st.builds(
@@ -193,7 +198,7 @@ generate_outputs = st.builds(
     finish_reason=st.none() | st.sampled_from(FinishReason),
     stop_token_id=st.none() | int32s,
     seed=st.none() | int64s,
-    speculation=st.none() | stats,
+    round=st.just(Round()),  # on the wire there are totals
     logprobs=logprobs(),
     prompt_logprobs=logprobs(),
     cached_token_count=st.none() | counts,

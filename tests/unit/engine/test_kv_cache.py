@@ -1,12 +1,14 @@
 """The block allocator: who holds which block."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specgw.engine.kv_cache import BLOCK_SIZE, KVCache, OutOfBlocks, SequenceCache
+from specgw.engine.kv_cache import BLOCK_SIZE, Fork, KVCache, OutOfBlocks, SequenceCache
 
 NUM_BLOCKS = 12
 
@@ -180,3 +182,94 @@ def test_room_is_made_where_the_latest_use_is_longest_ago(
 
     assert pool._least_used_run(count) == expected
     assert pool.num_scans == 1
+
+
+# Forks.
+
+
+def stored(cache: SequenceCache) -> list[float]:
+    """Returns what the rows of a sequence hold."""
+    rows: list[float] = cache.pool.layers[0][cache.slot_ids(0, cache.length), 0, 0].tolist()
+    return rows
+
+
+def store(cache: SequenceCache, values: Sequence[float]) -> None:
+    """Appends rows."""
+    start = cache.length
+    grow(cache, start + len(values))
+    cache.pool.layers[0][cache.slot_ids(start, cache.length), 0, 0] = torch.tensor(values)
+
+
+def test_a_fork_shares_full_blocks_and_copies_the_rest() -> None:
+    pool = build_cache()
+    parent = pool.new_sequence()
+    rows = [float(row) for row in range(2 * BLOCK_SIZE + 3)]
+    store(parent, rows)
+
+    [fork] = pool.fork([Fork(parent, 2 * BLOCK_SIZE + 2, 2 * BLOCK_SIZE + 8)])
+    store(fork, [100.0])
+
+    assert stored(fork) == [*rows[:-1], 100.0]
+    assert stored(parent) == rows
+    assert pool.used_tokens == 4 * BLOCK_SIZE
+
+
+@pytest.mark.parametrize("num_shared", [0, 1, BLOCK_SIZE, BLOCK_SIZE + 5, 2 * BLOCK_SIZE])
+def test_a_sequence_becomes_one_of_its_forks(num_shared: int) -> None:
+    pool = build_cache()
+    parent = pool.new_sequence()
+    rows = [float(row) for row in range(2 * BLOCK_SIZE + 3)]
+    store(parent, rows)
+    forks = pool.fork([Fork(parent, num_shared, num_shared + 4) for _ in range(3)])
+    for number, fork in enumerate(forks):
+        store(fork, [100.0 + number])
+
+    pool.release_forks([forks[0], forks[2]])
+    parent.become(forks[1])
+
+    assert stored(parent) == [*rows[:num_shared], 101.0]
+    assert pool.used_tokens == -(-(num_shared + 4) // BLOCK_SIZE) * BLOCK_SIZE
+    parent.release()
+    assert pool.used_tokens == 0
+
+
+def test_forks_without_room_for_all_change_nothing() -> None:
+    pool = build_cache()
+    parent = pool.new_sequence()
+    store(parent, [1.0] * 5)
+
+    with pytest.raises(OutOfBlocks):
+        pool.fork([Fork(parent, 5, 6)] * NUM_BLOCKS)
+
+    assert pool.used_tokens == BLOCK_SIZE
+    pool.release_forks(pool.fork([Fork(parent, 5, 6)] * (NUM_BLOCKS - 1)))
+    assert pool.used_tokens == BLOCK_SIZE
+
+
+def test_a_fork_may_be_released_by_itself() -> None:
+    pool = build_cache()
+    parent = pool.new_sequence()
+    store(parent, [1.0] * (BLOCK_SIZE + 1))
+    [fork] = pool.fork([Fork(parent, BLOCK_SIZE + 1, BLOCK_SIZE + 2)])
+
+    fork.release()
+    fork.release()
+
+    assert pool.used_tokens == 2 * BLOCK_SIZE
+
+
+def test_what_a_sequence_became_does_not_write_into_published_blocks() -> None:
+    pool = build_cache()
+    parent = pool.new_sequence()
+    rows = [float(row) for row in range(BLOCK_SIZE + 3)]
+    store(parent, rows)
+    parent.publish([b"first"])
+    [fork] = pool.fork([Fork(parent, BLOCK_SIZE + 1, BLOCK_SIZE + 5)])
+    parent.become(fork)
+    other = pool.new_sequence()
+    other.adopt([b"first"])
+
+    parent.truncate(BLOCK_SIZE - 1)
+    store(parent, [100.0])
+
+    assert stored(other) == rows[:BLOCK_SIZE]

@@ -1,5 +1,4 @@
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -11,8 +10,8 @@ from specgw.types import (
     FinishReason,
     GenerateOutput,
     GenerateRequest,
+    Round,
     SamplingParams,
-    SpeculationStats,
     TokenLogprobs,
 )
 from tests import tiny_tokenizers
@@ -187,11 +186,9 @@ def test_text_that_cannot_become_a_stop_string_is_not_held() -> None:
 def test_text_and_tokens_end_together_at_every_position_of_a_block(position: int) -> None:
     letters = [token_id(BYTE_LEVEL, letter) for letter in "vwxyzVWXYZ"]
     block = [*letters[:position], token_id(BYTE_LEVEL, "!"), *letters[position:8]]
-    stats = SpeculationStats()
-    stats.count_round(8, 8)
     params = SamplingParams(stop=("!",))
 
-    (output,) = detokenize(BYTE_LEVEL, iter([GenerateOutput(block, speculation=stats)]), params)
+    (output,) = detokenize(BYTE_LEVEL, iter([GenerateOutput(block, round=Round(8, 8))]), params)
 
     assert output.text == "vwxyzVWXYZ"[:position]
     assert output.token_ids == block[: position + 1]
@@ -321,8 +318,7 @@ def test_output_that_is_not_detokenized_has_tokens_only() -> None:
 def test_log_probabilities_end_where_the_tokens_do(text: str, sizes: list[int], stop: str) -> None:
     token_ids = BYTE_LEVEL.encode(text).ids
     scored = (
-        replace(
-            output,
+        output._replace(
             logprobs=tuple(TokenLogprobs((token_id,), (-1.0,), 1) for token_id in output.token_ids),
         )
         for output in blocks(token_ids, sizes)

@@ -2,18 +2,18 @@
 
 from collections.abc import Sequence
 
-import numpy as np
 import pytest
 import torch
 
 from proposer_svc.draft_rows import DraftRows
+from proposer_svc.draft_sampling import DraftToken
 from proposer_svc.draft_vocabulary import SharedContext, SharedVocabulary
+from proposer_svc.drafted import Drafted
 from proposer_svc.session_table import Session
 from specgw.engine.kv_cache import KVCache
-from specgw.types import ModelDescription, TokenProbs
+from specgw.types import ModelDescription
 
 MODEL = ModelDescription("model", "arch", 10, "", 64, "float32", "cpu")
-LAW = TokenProbs(np.array([3], np.int32), np.array([1.0], np.float32))
 
 
 class SpelledContext(SharedContext):
@@ -29,8 +29,8 @@ class SpelledContext(SharedContext):
         return start, []
 
 
-def ahead_of_a_block(following: list[int], *, has_laws: bool) -> DraftRows:
-    """Returns a session whose block was 3, and which has gone on with 4, 5 and 6."""
+def ahead_of_a_block(following: list[int]) -> DraftRows:
+    """Returns a session whose block was 3, and which has guessed 4 and gone on with 5 and 6."""
     kv_cache = KVCache(1, 1, 1, 64, torch.float32, torch.device("cpu"))
     rows = DraftRows(
         Session("v", 1, [1, 2], num_ids=10),
@@ -40,31 +40,39 @@ def ahead_of_a_block(following: list[int], *, has_laws: bool) -> DraftRows:
         num_choices=10,
         prefill_length=0,
         max_length=64,
-        draft_token_ids=[3, 4, 5, 6],
-        draft_probs=[LAW] * 4 if has_laws else [],
-        num_sent=1,
+        drafted=Drafted([3], [], [()]),
+        is_sent=True,
     )
     rows.cache.reserve(5)
     rows.cache.length = 5
+    branches = rows.begin_ahead()
+    branches.add(1, 4, rows.cache)
+    [_, branch] = branches.drafting()
+    branch.num_wanted = 2
+    for token_id in (5, 6):
+        branch.extend_draft(DraftToken(token_id), ())
     return rows
 
 
-@pytest.mark.parametrize("has_laws", [False, True])
-def test_what_was_drafted_ahead_begins_the_next_block(has_laws: bool) -> None:
-    rows = ahead_of_a_block([3, 4], has_laws=has_laws)
+def test_what_was_drafted_ahead_is_the_next_block() -> None:
+    rows = ahead_of_a_block([3, 4])
 
     rows.extend([30, 40])
 
-    assert rows.draft_token_ids == [5, 6]
-    assert len(rows.draft_probs) == 2 * has_laws
+    assert rows.drafted.token_ids == [5, 6]
+    assert rows.cache.length == 5
+    assert not rows.is_sent
 
 
-@pytest.mark.parametrize(("has_laws", "left"), [(False, [6]), (True, [])])
-def test_a_token_drawn_for_another_place_is_not_offered(has_laws: bool, left: list[int]) -> None:
-    """The target's two tokens are three here: what follows was drawn with another's numbers."""
-    rows = ahead_of_a_block([3, 4, 5], has_laws=has_laws)
+@pytest.mark.parametrize("following", [[3, 4, 5], [4], [3, 5], [3]])
+def test_an_outcome_that_reads_otherwise_than_it_was_drafted_drops_what_follows(
+    following: list[int],
+) -> None:
+    """Also if it only reads as more tokens: the next was drafted for another place."""
+    rows = ahead_of_a_block(following)
 
     rows.extend([30, 40])
 
-    assert rows.draft_token_ids == left
-    assert rows.cache.length == (5 if left else 4)
+    assert rows.drafted.token_ids == []
+    assert rows.branches is None
+    assert rows.cache.length < 5

@@ -194,3 +194,12 @@ def test_the_profile_leaves_nothing_behind() -> None:
     assert cost.seconds(5) == pytest.approx(1.0)
     cache = runner.kv_cache.new_sequence()
     runner.forward([SequenceChunk(cache, [1], 1)])
+
+
+def test_blocks_that_were_ready_at_some_lengths_only_do_not_make_the_others_dear() -> None:
+    """By chance all blocks of five tokens were ready, and some of six were not."""
+    cost = AnswerCost()
+    for number in range(20):
+        cost.observe(5 + number % 2, 0.0075 if number % 4 == 1 else 0.0005)
+
+    assert cost.seconds(6) - cost.seconds(5) < 0.0006

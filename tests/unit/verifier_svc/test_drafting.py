@@ -92,14 +92,20 @@ class Bench:
         self.drafting.flush()
         return self.links[0].sent[-1] if self.links[0].sent else ProposeStep()
 
-    def answer(self, session: Session, after_s: float, tokens: Sequence[int] = (8, 9)) -> None:
+    def answer(
+        self,
+        session: Session,
+        after_s: float,
+        tokens: Sequence[int] = (8, 9),
+        draft_s: float = 0.0,
+    ) -> None:
         self.now += after_s
-        block = DraftBlock(session.session_id, len(session.context), tokens)
+        block = DraftBlock(session.session_id, len(session.context), tokens, draft_s=draft_s)
         self.drafting.receive("one", block, session, self.now)
 
-    def round(self, session: Session, answer_s: float) -> None:
+    def round(self, session: Session, answer_s: float, draft_s: float = 0.0) -> None:
         self.ask(session)
-        self.answer(session, answer_s)
+        self.answer(session, answer_s, draft_s=draft_s)
 
     def refuse(self, session: Session, reason: UndraftedReason) -> None:
         block = DraftBlock(session.session_id, len(session.context), reason=reason)
@@ -203,6 +209,19 @@ def test_the_deadline_follows_the_proposers_answers(bench: Bench) -> None:
     bench.ask(session)
 
     assert session.draft.deadline == pytest.approx(bench.now + 4 * 0.02)
+
+
+def test_blocks_that_were_ready_do_not_shorten_the_wait_for_others(bench: Bench) -> None:
+    session = new_session(1)
+    bench.round(session, answer_s=0.02, draft_s=0.01)  # the first holds the prefill
+    bench.round(session, answer_s=0.02, draft_s=0.01)
+    for _ in range(30):
+        bench.round(session, answer_s=0.001)
+    bench.ask(session)
+
+    assert bench.drafting.due_at(session) == pytest.approx(bench.now + 0.02)
+    assert session.draft.deadline == pytest.approx(bench.now + 4 * 0.02)
+    assert bench.drafting.ready_rate(session) > 0.95
 
 
 def test_one_missed_deadline_is_forgiven_and_three_in_a_row_are_not(bench: Bench) -> None:

@@ -316,3 +316,30 @@ def test_impossible_requests_are_refused_by_field_name(
         check_request(request_, MAX_MODEL_LEN, VOCAB_SIZE, ["127.0.0.1:1"], 20)
 
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize(("ready_rate", "waits"), [(0.0, True), (1.0, False)])
+def test_a_step_waits_for_one_of_many_unless_blocks_are_usually_ready(
+    ready_rate: float, waits: bool, random_runner: ModelRunner
+) -> None:
+    """Its block is due in half a step's time."""
+    now = [100.0]
+    link = InProcessLink(ScriptedProposer(script(1, 2)))
+    verifier = InlineVerifier(random_runner, [link], clock=lambda: now[0])
+    for number in range(8):
+        verifier.submit([number])
+    verifier.step(3)
+    scheduler, drafting = verifier.scheduler, verifier.drafting
+    drafting.step_s = 0.01
+    [peer] = drafting._peers.values()
+    peer.drafted_s, peer.ready_rate = 0.005, ready_rate
+    session, *others = scheduler._running
+    for other in others:
+        other.draft.deadline = None  # its block has come
+    session.draft.asked_at, session.draft.deadline = now[0], now[0] + 1
+
+    start_at = scheduler._start_at(now[0])
+
+    assert start_at is not None
+    assert (start_at > now[0] + 0.005) is waits
+    assert waits or start_at == now[0]

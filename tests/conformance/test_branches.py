@@ -1,0 +1,104 @@
+"""Run-ahead with branches changes neither answers nor blocks: scheduler, link and models."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from proposer_svc.draft_chooser import DraftChooser
+from proposer_svc.draft_model import DraftModelDrafter
+from proposer_svc.draft_sampling import DraftSampler
+from proposer_svc.proposer import ProposerCore
+from proposer_svc.run_ahead import RunAhead
+from specgw.engine.loading import ModelOptions, load_model
+from specgw.engine.model_runner import ModelRunner
+from specgw.link import InProcessLink
+from specgw.types import DraftBlock, ProposeStep, SamplingParams
+from tests.verifier_harness import GREEDY, InlineVerifier, plain_answers
+from verifier_svc.acceptance import Acceptance
+
+PROMPTS = [[9], [4, 8, 15, 16, 23, 42], [7] * 20, list(range(30))]
+PARAMS = SamplingParams(temperature=1.0, seed=5, max_tokens=24, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def twin(random_model_dir: Path, single_thread: None) -> ModelRunner:
+    """The target's weights once more."""
+    return load_model(ModelOptions(str(random_model_dir), dtype="float32", kv_cache_tokens=8192))
+
+
+@pytest.fixture(scope="module")
+def stranger(unrelated_model_dir: Path, single_thread: None) -> ModelRunner:
+    """Another random model with the target's vocabulary."""
+    return load_model(ModelOptions(str(unrelated_model_dir), dtype="float32", kv_cache_tokens=8192))
+
+
+class AheadLink(InProcessLink):
+    """Runs ahead after each step for as long as there is something to do; keeps all blocks."""
+
+    def __init__(self, proposer: ProposerCore) -> None:
+        super().__init__(proposer)
+        self.blocks: list[tuple[int, int, list[int], list[list[int]]]] = []
+        self._core = proposer
+
+    def _propose(self, verifier_id: str, step: ProposeStep) -> Sequence[DraftBlock]:
+        blocks = super()._propose(verifier_id, step)
+        while self._core.can_run_ahead():
+            self._core.run_ahead()
+        self.blocks += sorted(
+            (
+                block.session_id,
+                block.base_length,
+                list(block.token_ids),
+                [law.token_ids.tolist() for law in block.draft_probs],
+            )
+            for block in blocks
+        )
+        return blocks
+
+
+def link(runner: ModelRunner, method: str, max_branches: int) -> tuple[AheadLink, RunAhead]:
+    ahead = RunAhead(max_branches > 0, max(max_branches, 1), clock=lambda: 0.0)
+    drafter = DraftModelDrafter(
+        runner, 2048, chooser=DraftChooser(DraftSampler(method)), run_ahead=ahead
+    )
+    core = ProposerCore(drafter, 4, max_sessions=16)
+    return AheadLink(core), ahead
+
+
+@pytest.mark.parametrize("method", ["greedy", "coupled", "probabilistic"])
+@pytest.mark.parametrize("params", [GREEDY, PARAMS], ids=["greedy", "sampled"])
+def test_answers_and_blocks_are_those_without_it(
+    method: str,
+    params: SamplingParams,
+    random_runner: ModelRunner,
+    twin: ModelRunner,
+    stranger: ModelRunner,
+) -> None:
+    acceptance = Acceptance(uses_draft_probs=True) if method == "probabilistic" else None
+    for draft in (twin, stranger):
+        found = []
+        for max_branches in (0, 1, 22):
+            link_, ahead = link(draft, method, max_branches)
+            verifier = InlineVerifier(random_runner, [link_], acceptance=acceptance)
+            answers = [answer.token_ids for answer in verifier.generate(PROMPTS, params)]
+            found.append((answers, link_.blocks))
+            if max_branches and draft is twin and (params is GREEDY or method == "coupled"):
+                assert ahead.counts.hit_count > 0
+
+        assert found[1] == found[0]
+        assert found[2] == found[0]
+
+
+@pytest.mark.parametrize("max_branches", [1, 22])
+def test_greedy_answers_are_the_target_s_own(
+    max_branches: int, random_runner: ModelRunner, stranger: ModelRunner
+) -> None:
+    link_, ahead = link(stranger, "greedy", max_branches)
+
+    answers = InlineVerifier(random_runner, [link_]).generate(PROMPTS)
+
+    assert [answer.token_ids for answer in answers] == list(
+        plain_answers(random_runner, PROMPTS).values()
+    )
+    assert ahead.counts.token_count > 0
