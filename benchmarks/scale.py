@@ -11,28 +11,23 @@ processes want cores too.
 """
 
 import asyncio
-import bisect
 import json
-import statistics
 import sys
-import tempfile
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 import httpx
 
-from benchmarks.machine import free_port, process_seconds, resident_bytes, thread_seconds
-from benchmarks.stream_client import EventStreamClient, open_stream
-from benchmarks.systems import run_specgw
+from benchmarks import gateway_load
+from benchmarks.gateway_load import Figures
+from benchmarks.machine import free_port, thread_seconds
 from gateway.verifier_stream import VerifierStream
-from specgw import wire
 from specgw.channel import open_channel
-from specgw.config import EngineArgs, parse_config
+from specgw.config import parse_config
 from specgw.supervisor import Child, embedded_services
 from specgw.types import GenerateRequest, SamplingParams
 from specgw.v1 import verifier_pb2_grpc
@@ -40,7 +35,6 @@ from specgw.v1 import verifier_pb2_grpc
 _MODELS = {"model": "tiny/target", "served_model_name": "simulated"}
 _VOCAB = 2000
 _PROMPT_TOKENS = 32
-_START_S = 120.0
 
 
 @click.group()
@@ -265,158 +259,42 @@ def _round_figures(gone: Mapping[str, float], seconds: float) -> dict[str, float
 # The gateway.
 
 
+_PHASES = ("throughput", "latency", "many", "idle")
+
+
 @main.command()
+@click.option("--phase", "phases", multiple=True, type=click.Choice(_PHASES), default=_PHASES)
 @click.option("--streams", default=256, show_default=True, help="For throughput and latency.")
-@click.option("--many", default=1000, show_default=True, help="Streams open at once for a while.")
-@click.option("--seconds", default=8.0, show_default=True, help="For each of the three.")
+@click.option("--many", default=1000, show_default=True, help="Streams that are open at once.")
+@click.option("--rounds", default=3, show_default=True, help="How often many are opened.")
+@click.option("--seconds", default=8.0, show_default=True, help="For throughput, latency and idle.")
+@click.option("--period-ms", default=100.0, show_default=True, help="Of a step, for latency.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Writes figures here.")
-def gateway(streams: int, many: int, seconds: float, json_file: Path | None) -> None:
+def gateway(
+    phases: Sequence[str],
+    streams: int,
+    many: int,
+    rounds: int,
+    seconds: float,
+    period_ms: float,
+    json_file: Path | None,
+) -> None:
     """Measures throughput, added latency and memory over HTTP streams, one token an event."""
-    figures = asyncio.run(_measure_gateway(streams, many, seconds))
     print("SIMULATION: targets without drafts, one token an event")
-    for name, value in figures.items():
-        print(f"{name:<40}{value:>12.4g}")
+
+    async def measure() -> dict[str, list[Figures]]:
+        figures: dict[str, list[Figures]] = {}
+        for phase in phases:
+            figures[phase] = []
+            async for one in gateway_load.measure(phase, streams, many, rounds, seconds, period_ms):
+                figures[phase].append(one)
+                for name, value in one.items():
+                    print(f"{phase:<11} {name:<44}{value:>10.4g}", flush=True)
+        return figures
+
+    figures = asyncio.run(measure())
     if json_file is not None:
         json_file.write_text(json.dumps(figures, indent=2), encoding="utf-8")
-
-
-async def _measure_gateway(streams: int, many: int, seconds: float) -> dict[str, float]:
-    figures: dict[str, float] = {}
-    async with _served(streams, verify_ms=5.0) as stack:
-        figures |= await _throughput(stack, streams, seconds)
-    async with _served(streams + 1, verify_ms=100.0) as stack:
-        figures |= await _latency(stack, streams, seconds)
-    async with _served(many, verify_ms=250.0) as stack:
-        figures |= await _memory(stack, many, seconds)
-    return figures
-
-
-class _Stack:
-    """A gateway in a process of its own, in front of a simulated verifier in another."""
-
-    def __init__(self, port: int, verifier: str, pid: int) -> None:
-        self.port = port
-        self.verifier = verifier
-        self.pid = pid
-
-    async def open(
-        self, count: int, max_tokens: int, came: list[float] | None = None
-    ) -> list[EventStreamClient]:
-        """Opens streams; the time of each event goes to `came`."""
-        times = [] if came is None else came
-        clients = []
-        for number in range(count):
-            prompt = [(number * 7 + i) % _VOCAB for i in range(_PROMPT_TOKENS)]
-            body = {
-                "prompt": prompt,
-                "max_tokens": max_tokens,
-                "temperature": 0,
-                "ignore_eos": True,
-            }
-            clients.append(
-                await open_stream(
-                    "127.0.0.1",
-                    self.port,
-                    body,
-                    lambda count, at: times.extend([at] * count),
-                )
-            )
-        return clients
-
-
-@asynccontextmanager
-async def _served(sessions: int, verify_ms: float) -> AsyncIterator[_Stack]:
-    """Runs a verifier and a gateway, two processes."""
-    port = free_port()
-    args = _gateway_args(sessions, verify_ms)
-    async with embedded_services(args) as (verifier, *_):
-        with tempfile.TemporaryDirectory() as folder:
-            config = args.model_dump(mode="json", exclude_none=True)
-            config["port"] = port
-            config["specgw"]["gateway"]["verifiers"] = [verifier.spec.address]
-            with run_specgw(config, Path(folder), _START_S) as server:
-                yield _Stack(port, verifier.spec.address, server.process.popen.pid)
-
-
-def _gateway_args(sessions: int, verify_ms: float) -> EngineArgs:
-    return parse_config({
-        **_MODELS,
-        "max_num_seqs": sessions,
-        "max_num_batched_tokens": max(2048, 2 * sessions),
-        "specgw": {
-            "simulation": {"verify_ms": verify_ms},
-            "gateway": {"max_concurrent_requests": sessions},
-        },
-    })  # fmt: skip
-
-
-async def _throughput(stack: _Stack, streams: int, seconds: float) -> dict[str, float]:
-    """Counts the events of streams that the engine never lets wait."""
-    clients = await stack.open(streams, 900)
-    await asyncio.gather(*(client.started for client in clients))
-    events, busy = sum(c.num_events for c in clients), process_seconds(stack.pid)
-    began = time.perf_counter()
-    await asyncio.sleep(seconds)
-    events = sum(c.num_events for c in clients) - events
-    busy, took = process_seconds(stack.pid) - busy, time.perf_counter() - began
-    for client in clients:
-        client.abort()
-    return {
-        f"tokens/s of {streams} streams": events / took,
-        "tokens per processor second": events / busy,
-        "cores in use": busy / took,
-    }
-
-
-async def _latency(stack: _Stack, streams: int, seconds: float) -> dict[str, float]:
-    """Compares when an event comes with when a client of the verifier had the same step's token."""
-    steps: list[float] = []
-    direct = asyncio.create_task(_follow(stack.verifier, steps))
-    clients = await stack.open(streams, 900)
-    await asyncio.gather(*(client.started for client in clients))
-    came: list[float] = []
-    for client in clients:
-        client.on_events = lambda count, at: came.extend([at] * count)
-    await asyncio.sleep(seconds)
-    direct.cancel()
-    for client in clients:
-        client.abort()
-    added = sorted(
-        at - steps[place - 1] for at in came if (place := bisect.bisect_right(steps, at)) > 0
-    )
-    return {
-        f"added latency of {streams} streams, median ms": 1e3 * statistics.median(added),
-        "p99 ms": 1e3 * added[int(0.99 * len(added))],
-    }
-
-
-async def _follow(address: str, steps: list[float]) -> None:
-    """Notes when each step's token reaches a client of the verifier itself."""
-    async with open_channel(address) as channel:
-        stub = verifier_pb2_grpc.VerifierServiceStub(channel)
-        params = SamplingParams(temperature=0, max_tokens=900, ignore_eos=True)
-        request = wire.generate_request_to_pb(GenerateRequest("direct", [1, 2, 3], params))
-        async for _ in stub.Generate(request, timeout=600):
-            steps.append(time.perf_counter())
-
-
-async def _memory(stack: _Stack, streams: int, seconds: float) -> dict[str, float]:
-    """Runs many streams to their ends twice over: the second time needs no more memory."""
-    peaks, num_failed = [], 0
-    for _ in range(2):
-        clients = await stack.open(streams, max(8, int(seconds * 4)))
-        peak = 0
-        ends = asyncio.gather(*(client.ended for client in clients))
-        while not ends.done():
-            peak = max(peak, resident_bytes(stack.pid))
-            await asyncio.wait([ends], timeout=0.25)
-        num_failed += ends.result().count(False)
-        peaks.append(peak)
-    return {
-        f"failed of {2 * streams} streams": num_failed,
-        "gateway memory MiB, first time": peaks[0] / 2**20,
-        "second time": peaks[1] / 2**20,
-    }
 
 
 if __name__ == "__main__":

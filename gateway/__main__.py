@@ -1,6 +1,7 @@
 """Runs the gateway: one event loop, one HTTP server, one gRPC server if asked for."""
 
 import asyncio
+import gc
 import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -20,7 +21,8 @@ from gateway.request_builder import RequestBuilder
 from gateway.routing import Router
 from gateway.sampling_defaults import load_sampling_defaults
 from gateway.service import SERVICE_NAME, GatewayService
-from gateway.tokenizer import Tokenizer, load_tokenizer
+from gateway.tokenizer import Tokenizer, forgo_torch, load_tokenizer
+from specgw import event_loop
 from specgw.config import EngineArgs, load_config
 from specgw.errors import ConfigError
 from specgw.exit_codes import exit_on_config_error
@@ -57,8 +59,20 @@ async def run(
         ConfigError: if an address cannot be listened on.
     """
     async with serving(args, verifiers, tokenizer, patience_s):
+        _spare_streams_from_collections()
         reason = await drain_requested()
         logger.info("draining", extra={"reason": reason})
+
+
+def _spare_streams_from_collections() -> None:
+    """Has Python look for garbage less often, and never in what is loaded by now.
+
+    With 256 streams open, each full collection holds all of them up for 20 ms. A request leaves
+    about a hundred objects in cycles behind: some ten megabytes before the next one.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 10, 5)
 
 
 @asynccontextmanager
@@ -160,12 +174,13 @@ async def _report_health(router: Router, server: ServiceServer | None) -> None:
 def main(file: Path | None) -> None:
     """Runs a gateway for the verifiers in `specgw.gateway.verifiers`."""
     configure_logging()
+    forgo_torch()
     with exit_on_config_error():
         args = load_config(file)
         verifiers = args.specgw.gateway.verifiers
         if not verifiers:
             raise ConfigError(["specgw.gateway.verifiers: must name at least one address"])
-        asyncio.run(run(args, verifiers, load_tokenizer(args.tokenizer_path)))
+        event_loop.run(run(args, verifiers, load_tokenizer(args.tokenizer_path)))
 
 
 if __name__ == "__main__":

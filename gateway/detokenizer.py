@@ -183,20 +183,17 @@ class Detokenizer:
         )
 
     def _push(self, output: GenerateOutput) -> TextOutput:
-        texts = []
-        for num_used, token_id in enumerate(self._tokens_with_text(output), start=1):
-            may_stop = self._num_tokens + num_used > self._params.min_tokens
-            text = self._characters.push(token_id)
-            text, stop_string = self._scanner.push(text, may_stop=may_stop)
-            texts.append(text)
+        if self._params.stop:
+            text, num_used, stop_string = self._scan(output)
             if stop_string is not None:
                 # What was accepted behind the end does not count.
                 num_accepted = min(output.round.num_accepted, num_used)
                 self._speculation.count(output.round._replace(num_accepted=num_accepted))
-                return self._stopped("".join(texts), output, num_used, stop_string)
+                return self._stopped(text, output, num_used, stop_string)
+        else:
+            text = "".join(map(self._characters.push, self._tokens_with_text(output)))
         self._speculation.count(output.round)
         self._num_tokens += len(output.token_ids)
-        text = "".join(texts)
         if output.finish_reason is None:
             return TextOutput(text, output.token_ids, speculation=self._speculation)
         end, stop_string = self._end()
@@ -209,6 +206,18 @@ class Detokenizer:
             self._stop_reason(output.stop_token_id),
             self._speculation,
         )
+
+    def _scan(self, output: GenerateOutput) -> tuple[str, int, str | None]:
+        """Returns the text up to a stop string, the number of its tokens, and the string if any."""
+        texts, num_used = [], 0
+        for num_used, token_id in enumerate(self._tokens_with_text(output), start=1):
+            may_stop = self._num_tokens + num_used > self._params.min_tokens
+            text = self._characters.push(token_id)
+            text, stop_string = self._scanner.push(text, may_stop=may_stop)
+            texts.append(text)
+            if stop_string is not None:
+                return "".join(texts), num_used, stop_string
+        return "".join(texts), num_used, None
 
     def flush(self) -> TextOutput:
         """Returns the text held so far, for an output that breaks off."""

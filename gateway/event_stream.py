@@ -4,8 +4,7 @@ The caller is `openai_api.py`.
 """
 
 import asyncio
-import json
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -15,11 +14,6 @@ from starlette.types import Receive, Scope, Send
 from specgw.errors import Cancelled
 
 T = TypeVar("T")
-
-
-def to_json(body: Mapping[str, Any]) -> bytes:
-    """Returns compact JSON in UTF-8."""
-    return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 async def run_until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
@@ -49,19 +43,20 @@ class EventSender:
         self._headers = headers
         self.has_begun = False
 
-    async def send(self, body: Mapping[str, Any]) -> None:
-        """Sends one JSON event."""
-        await self._write(b"data: " + to_json(body) + b"\n\n")
+    async def send(self, *data: bytes) -> None:
+        """Sends an event for each piece of data, all at once; nothing if there is none."""
+        if data:
+            await self._write(b"data: " + b"\n\ndata: ".join(data) + b"\n\n")
 
     async def end(self) -> None:
         """Sends the mark that OpenAI clients wait for, and ends the response."""
         await self._write(b"data: [DONE]\n\n", more_body=False)
 
-    async def fail(self, body: Mapping[str, Any], timeout_s: float = 1.0) -> None:
+    async def fail(self, data: bytes, timeout_s: float = 1.0) -> None:
         """Sends an error and the end, unless the client has stopped to read."""
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                await self.send(body)
+                await self.send(data)
                 await self.end()
 
     async def _write(self, event: bytes, *, more_body: bool = True) -> None:

@@ -6,11 +6,11 @@ and `service.py`.
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import ExitStack, aclosing, contextmanager
 from dataclasses import replace
 
-from gateway.admission import Admission
+from gateway.admission import Admission, Place
 from gateway.detokenizer import Detokenizer, TextOutput
 from gateway.ledger import Demand
 from gateway.metrics import Metrics
@@ -18,6 +18,8 @@ from gateway.routing import Router
 from gateway.tokenizer import Tokenizer
 from specgw.errors import SpecgwError
 from specgw.types import GenerateRequest, SpeculationStats
+
+_TIMERS_EARLY_S = 0.002  # uvloop's timers are whole milliseconds
 
 
 class TextGenerator:
@@ -52,22 +54,39 @@ class TextGenerator:
         limits = (self._request_timeout_s, time_left_s)
         return time.monotonic() + min(limit for limit in limits if limit is not None)
 
+    @contextmanager
+    def admitted(
+        self, requests: Sequence[GenerateRequest], caller: int | None = None
+    ) -> Iterator[Sequence[Place]]:
+        """Gives each request of one call its place in the queue, or refuses them all.
+
+        `caller` is the number of the client's API key, if there are keys.
+        """
+        with ExitStack() as stack:
+            try:
+                self._router.check_ready()
+                places = self._admission.places([_demand(one) for one in requests], caller)
+                entered = stack.enter_context(places)
+            except SpecgwError as error:
+                for _ in requests:
+                    self._metrics.count_failed(type(error).__name__)
+                raise
+            yield entered
+
     async def generate(
-        self, request: GenerateRequest, deadline: float, caller: int | None = None
+        self, request: GenerateRequest, place: Place, deadline: float
     ) -> AsyncGenerator[TextOutput, None]:
         """Streams the answer. Leaving the iteration early ends the work everywhere.
 
         If the answer breaks off with an error, all text generated before was yielded. Callers wrap
         the iteration in `ended_by(deadline)`: no timer in here could end it between two outputs.
-        `caller` is the number of the client's API key, if there are keys.
         """
         timer = self._metrics.time_request()
         detokenizer = Detokenizer(self._tokenizer.backend, request, self._tokenizer.eos_token_id)
         stats = SpeculationStats()
         try:
-            self._router.check_ready()
             async with (
-                self._admission.slot(_demand(request), caller, deadline) as slot,
+                place.slot(deadline) as slot,
                 aclosing(self._router.generate(request, slot, deadline)) as outputs,
             ):
                 timer.admitted(len(request.prompt_token_ids))
@@ -90,7 +109,7 @@ class TextGenerator:
                 yield held
             raise
         except (asyncio.CancelledError, GeneratorExit):
-            is_late = time.monotonic() >= deadline
+            is_late = time.monotonic() > deadline - _TIMERS_EARLY_S
             self._metrics.count_failed("DeadlineExceeded" if is_late else "Cancelled")
             raise
         finally:

@@ -11,6 +11,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from gateway.ledger import Ledger
+from gateway.token_metrics import TokenMetrics
 from specgw.types import SpeculationStats, UndraftedReason
 
 _LABELS = ("model_name", "engine")
@@ -38,15 +39,11 @@ class Metrics:
         self._running = self._gauge("num_requests_running", "Requests being answered.")
         self._waiting = self._gauge("num_requests_waiting", "Requests waiting for a slot.")
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of admitted requests.")
-        self.generation_tokens = self._counter("generation_tokens", "Output tokens delivered.")
         self.first_token = self._histogram(
             "time_to_first_token_seconds", "Arrival to first token.", _FIRST_TOKEN_BUCKETS
         )
-        self.inter_token = self._histogram(
-            "inter_token_latency_seconds",
-            "Time between output tokens; those of one block share the time since the block before.",
-            _INTER_TOKEN_BUCKETS,
-        )
+        self.tokens = TokenMetrics(_LABELS, self._label_values, _INTER_TOKEN_BUCKETS)
+        self.registry.register(self.tokens)
         self.request_latency = self._histogram(
             "e2e_request_latency_seconds", "Arrival to last token.", _REQUEST_BUCKETS
         )
@@ -190,12 +187,11 @@ class RequestTimer:
         if not num_tokens:
             return
         now = time.monotonic()
-        self._metrics.generation_tokens.inc(num_tokens)
+        self._metrics.tokens.count(num_tokens)
         if self._last_token is None:
             self._metrics.first_token.observe(now - self._arrived)
         else:
-            for _ in range(num_tokens):
-                self._metrics.inter_token.observe((now - self._last_token) / num_tokens)
+            self._metrics.tokens.observe(num_tokens, now - self._last_token)
         self._last_token = now
 
     def finished(self, reason: str) -> None:

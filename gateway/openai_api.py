@@ -16,9 +16,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from gateway.admission import Place
 from gateway.agreement import count_agreed
 from gateway.api_keys import ApiKeyGuard, caller_of
 from gateway.concurrency import ended_by, run_together
+from gateway.event_json import to_json
 from gateway.event_stream import EventSender, EventStream, run_until_disconnect
 from gateway.generation import TextGenerator
 from gateway.json_body import BodyModel, read_json, validate
@@ -285,15 +287,16 @@ class OpenAIApi:
     ) -> tuple[int, Body]:
         """Returns status and body. If the work broke off, the body has the error and what came."""
 
-        async def collect(answer: Answer, generation: GenerateRequest) -> None:
-            async with aclosing(self._generator.generate(generation, deadline, caller)) as outputs:
+        async def collect(answer: Answer, generation: GenerateRequest, place: Place) -> None:
+            async with aclosing(self._generator.generate(generation, place, deadline)) as outputs:
                 async for output in outputs:
                     answer.add_whole(output)
 
         at_once = self._generator.max_at_once
         try:
             async with ended_by(deadline):
-                await run_together(collect, answers, generations, at_once=at_once)
+                with self._generator.admitted(generations, caller) as places:
+                    await run_together(collect, answers, generations, places, at_once=at_once)
         except SpecgwError as error:
             if not any(answer.token_ids for answer in answers):
                 raise
@@ -312,27 +315,25 @@ class OpenAIApi:
         caller: int | None,
     ) -> None:
         """Sends all answers, their chunks mixed. An error after the first chunk is the last one."""
+        with_usage = body.continuous_usage
 
-        async def stream(answer: Answer, generation: GenerateRequest) -> None:
-            async with aclosing(self._generator.generate(generation, deadline, caller)) as outputs:
+        async def stream(answer: Answer, generation: GenerateRequest, place: Place) -> None:
+            async with aclosing(self._generator.generate(generation, place, deadline)) as outputs:
                 async for output in outputs:
-                    opening = form.opening(answer) if answer.last is None else None
-                    sent = answer.add(output)
-                    chunk = form.chunk(answer, sent, with_usage=body.continuous_usage)
-                    for event in filter(None, (opening, chunk)):
-                        await events.send(event)
+                    await events.send(*form.events(answer, output, with_usage=with_usage))
 
         at_once = self._generator.max_at_once
         try:
             async with ended_by(deadline):
-                await run_together(stream, answers, generations, at_once=at_once)
+                with self._generator.admitted(generations, caller) as places:
+                    await run_together(stream, answers, generations, places, at_once=at_once)
                 if body.include_usage:
-                    await events.send(form.usage_chunk(answers, await _agreed(answers)))
+                    await events.send(to_json(form.usage_chunk(answers, await _agreed(answers))))
                 await events.end()
         except SpecgwError as error:
             if not events.has_begun:
                 raise
-            await events.fail(error_body(error))
+            await events.fail(to_json(error_body(error)))
 
 
 async def _agreed(answers: Sequence[Answer]) -> int:

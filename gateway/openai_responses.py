@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gateway.detokenizer import TextOutput
+from gateway.event_json import ChunkTemplate, to_json
 from gateway.logprobs_format import (
     TokenText,
     chat_logprobs,
@@ -141,6 +142,8 @@ class CompletionFormat:
         self._created = int(time.time())
         self._options = options
         self._offsets: dict[int, int] = {}  # of the next token's text, by answer
+        self._has_more_than_text = options.return_token_ids or options.with_logprobs
+        self._templates: dict[int, ChunkTemplate] = {}  # by answer
 
     def response(self, answers: Sequence[Answer], num_agreed: int) -> Body:
         """Returns the whole response; `num_agreed` tokens of predictions came true."""
@@ -154,6 +157,17 @@ class CompletionFormat:
             "metrics": self._metrics(answers),
         }
 
+    def events(self, answer: Answer, output: TextOutput, *, with_usage: bool) -> list[bytes]:
+        """Takes an output into `answer`; returns the JSON of the chunks that tell of it."""
+        is_first = answer.last is None
+        output = answer.add(output)
+        has_more = with_usage or self._has_more_than_text or output.finish_reason is not None
+        if not (is_first or has_more):
+            return [self._template(answer).to_json(output.text)] if output.text else []
+        opening = self.opening(answer) if is_first else None
+        chunk = self.chunk(answer, output, with_usage=with_usage)
+        return [to_json(body) for body in (opening, chunk) if body is not None]
+
     def opening(self, answer: Answer) -> Body | None:
         """Returns the chunk before the first output of an answer, if there is one."""
         return None
@@ -161,8 +175,7 @@ class CompletionFormat:
     def chunk(self, answer: Answer, output: TextOutput, *, with_usage: bool) -> Body | None:
         """Returns the chunk for the last output added to `answer`; None if it says nothing."""
         is_last = output.finish_reason is not None
-        is_asked_for = with_usage or self._options.return_token_ids or self._options.with_logprobs
-        if not (output.text or is_last or is_asked_for):
+        if not (output.text or is_last or with_usage or self._has_more_than_text):
             return None
         choice = self._delta(answer, output)
         choice["finish_reason"] = output.finish_reason.value if output.finish_reason else None
@@ -191,6 +204,14 @@ class CompletionFormat:
         if self._options.num_answers == 1:
             body["metrics"] = self._metrics(answers)
         return body
+
+    def _template(self, answer: Answer) -> ChunkTemplate:
+        template = self._templates.get(answer.index)
+        if template is None:
+            template = self._templates[answer.index] = ChunkTemplate(
+                lambda text: self.chunk(answer, TextOutput(text, ()), with_usage=False) or {}
+            )
+        return template
 
     def _final_usage(self, answers: Sequence[Answer], num_agreed: int) -> Body:
         usage = _usage(answers) | _prediction_usage(answers, num_agreed)

@@ -103,7 +103,7 @@ class Verifier:
             on_change()
             await asyncio.sleep(backoff.next_s())
 
-    async def generate(
+    def generate(
         self, request: GenerateRequest, deadline: float
     ) -> AsyncGenerator[GenerateOutput, None]:
         """Runs one attempt at a request. Leaving the iteration early cancels the call.
@@ -113,9 +113,7 @@ class Verifier:
         """
         is_new = self.info is not None and self.info.generates_many
         run = self._stream.generate if is_new else self._generate_alone
-        async with aclosing(run(request, deadline)) as outputs:
-            async for output in outputs:
-                yield output
+        return run(request, deadline)
 
     async def _generate_alone(
         self, request: GenerateRequest, deadline: float
@@ -305,7 +303,7 @@ class Router:
 
         Raises:
             NotReady: if no verifier is serving, or none comes back in time.
-            Overloaded: if the verifier refuses a request that has no output yet.
+            Overloaded: if the verifier refuses a request of a call that has no output yet.
             DeadlineExceeded: if the time is up.
         """
         delivered = list(request.output_token_ids)
@@ -316,6 +314,8 @@ class Router:
             try:
                 async with aclosing(verifier.generate(attempt, deadline)) as outputs:
                     async for output in outputs:
+                        if not delivered:
+                            slot.begin()
                         delivered += output.token_ids
                         backoff = _Backoff()
                         yield output
@@ -323,7 +323,7 @@ class Router:
                             return
                 raise NotReady(f"verifier {verifier.address} ended the stream without a finish")
             except (NotReady, Cancelled, Overloaded) as error:
-                if isinstance(error, Overloaded) and not delivered:
+                if isinstance(error, Overloaded) and slot.may_be_refused:
                     raise
                 slot.leave()
                 logger.warning(

@@ -4,7 +4,7 @@ Turns messages into values and back; `generation.py` does the rest.
 """
 
 import uuid
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import replace
 from typing import Any
 
@@ -70,9 +70,11 @@ class GatewayService(gateway_pb2_grpc.GatewayServiceServicer):
         generation = await self._generation(request)
         seed = generation.sampling_params.seed
         output_token_ids: list[int] = []
-        answer = self._generator.generate(generation, deadline, caller)
-        async with ended_by(deadline), aclosing(answer) as outputs:
-            async for output in outputs:
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(ended_by(deadline))
+            [place] = stack.enter_context(self._generator.admitted([generation], caller))
+            answer = self._generator.generate(generation, place, deadline)
+            async for output in await stack.enter_async_context(aclosing(answer)):
                 output_token_ids += output.token_ids
                 response = _response(output)
                 if seed is not None:

@@ -4,6 +4,8 @@ Never runs code that comes with a checkpoint. Callers are `openai_api.py` and `s
 """
 
 import asyncio
+import logging
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -25,8 +27,8 @@ class Tokenizer:
     def __init__(self, tokenizer: Any, fingerprint: str) -> None:
         self._tokenizer = tokenizer
         self.fingerprint = fingerprint
-        # A copy of our own: transformers mutates its backend on every call.
-        self.backend = Backend.from_str(tokenizer.backend_tokenizer.to_str())
+        # transformers mutates its backend when it tokenizes, which is never asked of it here.
+        self.backend: Backend = tokenizer.backend_tokenizer
         self.backend.no_truncation()
         self.backend.no_padding()
 
@@ -113,6 +115,20 @@ class Tokenizer:
         return ids
 
 
+def forgo_torch() -> None:
+    """Keeps transformers from importing torch, for programs that run no model: 230 MB, seconds.
+
+    It would wherever torch is installed, though its tokenizers have no use for it.
+    """
+    if "torch" not in sys.modules:
+        sys.modules["torch"] = None  # type: ignore[assignment]  # Python: cannot be imported
+        logging.getLogger("transformers").addFilter(_is_not_about_torch)
+
+
+def _is_not_about_torch(record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith("PyTorch was not found")
+
+
 def load_tokenizer(model: str) -> Tokenizer:
     """Loads the tokenizer of a path, hub id or bundled model. Takes seconds.
 
@@ -122,6 +138,7 @@ def load_tokenizer(model: str) -> Tokenizer:
     from transformers import AutoTokenizer  # slow to import, and nothing else here needs it
 
     path = resolve_model(model)
+    fingerprint = vocab_fingerprint(path)  # first: what it takes for a moment is used again
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError) as error:
@@ -130,4 +147,4 @@ def load_tokenizer(model: str) -> Tokenizer:
         raise ConfigError(
             [f"tokenizer: {path} has no tokenizer.json or a form that converts to it"]
         )
-    return Tokenizer(tokenizer, vocab_fingerprint(path))
+    return Tokenizer(tokenizer, fingerprint)

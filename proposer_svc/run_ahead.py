@@ -13,6 +13,10 @@ from proposer_svc.branches import fan_out
 
 _WEIGHT = 0.05  # of the newest round in the rate of hits
 _MIN_HIT_RATE = 0.15  # below it pauses: a hit saves one drafting time, a miss costs part of one
+_MIN_WIDE_HIT_RATE = 0.4  # the same with several branches: if less, they come too late to be used
+_MOST_WIDER = 1.3  # a pass may take that many times what a narrow one does, if it must
+_SHORT_GAP_WEIGHT = 0.2  # of the newest gap, if it is shorter than the average
+_FIRST_GAP_S = 0.01  # before any is known
 _TRIAL_ROUNDS = 32  # before the rate counts
 _PAUSE_ROUNDS = 512
 _DECAY = 0.995  # of what is known, with each new round or pass
@@ -94,35 +98,40 @@ class PassCost:
     y: float = 0.0
     xx: float = 0.0
     xy: float = 0.0
+    most_seen: int = 1
 
     def observe(self, num_rows: int, pass_s: float) -> None:
         """Takes in one pass."""
+        self.most_seen = max(self.most_seen, num_rows)
         sums = (self.weight, self.x, self.y, self.xx, self.xy)
         added = (1.0, num_rows, pass_s, num_rows**2, num_rows * pass_s)
         self.weight, self.x, self.y, self.xx, self.xy = (
             _DECAY * value + more for value, more in zip(sums, added, strict=True)
         )
 
-    def most_rows(self, pass_s: float) -> float:
-        """Returns how many rows a pass of that time has; as many as one likes if rows are free."""
-        if not self.weight:
-            return float("inf")
-        mean_x, mean_y = self.x / self.weight, self.y / self.weight
-        variance = self.xx / self.weight - mean_x**2
-        if variance < 0.1:
-            return float("inf") if mean_y <= pass_s else mean_x
-        slope = (self.xy / self.weight - mean_x * mean_y) / variance
+    def most_rows(self, pass_s: float, num_narrow: int) -> float:
+        """Returns how many rows a pass may have to take so long, or little more than a narrow one.
+
+        At most twice as many as any had so far: passes become wider step by step, and no wide one
+        is tried that is known to be too slow.
+        """
+        mean_x, mean_y = self.x / max(self.weight, 1.0), self.y / max(self.weight, 1.0)
+        variance = self.xx / max(self.weight, 1.0) - mean_x**2
+        slope = (self.xy / self.weight - mean_x * mean_y) / variance if variance > 0.1 else 0.0
+        at_most = 2.0 * max(self.most_seen, num_narrow)
         if slope <= 0:
-            return float("inf") if mean_y <= pass_s else mean_x
-        return mean_x + (pass_s - mean_y) / slope
+            return at_most
+        pass_s = max(pass_s, _MOST_WIDER * (mean_y + slope * (num_narrow - mean_x)))
+        return min(mean_x + (pass_s - mean_y) / slope, at_most)
 
 
 class RunAhead:
     """Decides how much to draft ahead, and switches itself off while that does not pay.
 
     One for all sessions. Branches are as many as the time between a block and the commit after it
-    has room for, by what passes with more rows are seen to take: where rows cost time, as on CPUs,
-    that is one, the block fully accepted and the draft's own guess after it.
+    has room for, or as cost next to nothing, by what passes with more rows are seen to take: where
+    rows cost time, as on CPUs, that is one, the block fully accepted and the draft's own guess
+    after it.
     """
 
     def __init__(
@@ -141,7 +150,8 @@ class RunAhead:
         self._num_rounds = 0
         self._pause = 0
         self._num_runner_ups = _NUM_RATES
-        self._gap_s: float | None = None  # from a block to the commit after it
+        self._is_wide = False  # whether there are several branches now
+        self._gap_s = _FIRST_GAP_S  # from a block to the commit after it
 
     @property
     def is_on(self) -> bool:
@@ -163,10 +173,12 @@ class RunAhead:
             num_sessions: That share the passes.
         """
         num_branches = self._max_branches
-        if num_branches > 1 and self._gap_s is not None:
+        if num_branches > 1:
             # The guess after the whole block takes one pass more than the others.
-            num_rows = self.pass_cost.most_rows(self._gap_s / (num_draft_tokens + 1))
+            pass_s = self._gap_s / (num_draft_tokens + 1)
+            num_rows = self.pass_cost.most_rows(pass_s, num_sessions)
             num_branches = int(max(1, min(num_branches, num_rows / num_sessions)))
+        self._is_wide = num_branches > 1
         outcomes = self.outcomes
         counts = fan_out(num_branches, num_draft_tokens, outcomes.acceptance, outcomes.rates)
         self._num_runner_ups = min(_NUM_RATES, max(counts) + 1)
@@ -174,9 +186,11 @@ class RunAhead:
 
     def observe_gap(self, gap_s: float) -> None:
         """Takes in the time from a block to the commit after it."""
-        if self._gap_s is None:
-            self._gap_s = gap_s
-        self._gap_s += _WEIGHT * (min(gap_s, 3 * self._gap_s) - self._gap_s)
+        # Follows the short ones: what is drafted ahead may itself be why others are long.
+        is_short = gap_s < self._gap_s
+        self._gap_s += (_SHORT_GAP_WEIGHT if is_short else _WEIGHT / 2) * (
+            min(gap_s, 2 * self._gap_s) - self._gap_s
+        )
 
     def count_pass(self, num_tokens: int) -> None:
         """Counts tokens that were drafted ahead."""
@@ -196,5 +210,6 @@ class RunAhead:
         )
         self._num_rounds += 1
         self._hit_rate += _WEIGHT * (is_hit - self._hit_rate)
-        if self._num_rounds >= _TRIAL_ROUNDS and self._hit_rate < _MIN_HIT_RATE:
+        least = _MIN_WIDE_HIT_RATE if self._is_wide else _MIN_HIT_RATE
+        if self._num_rounds >= _TRIAL_ROUNDS and self._hit_rate < least:
             self._pause, self._num_rounds, self._hit_rate = _PAUSE_ROUNDS, 0, 1.0

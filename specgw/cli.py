@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from specgw import __version__
+from specgw import __version__, event_loop
 from specgw.check import Report, check_online
 from specgw.check import check as check_config
 from specgw.check_report import as_json, as_text
@@ -107,7 +107,7 @@ def serve(model: str | None, file: Path | None, **flags: Any) -> None:
         if report.problems or report.args is None:
             raise ConfigError(report.problems)
         click.echo(as_text(report), err=True)
-        asyncio.run(_serve(report.args))
+        event_loop.run(_serve(report.args))
 
 
 @main.command(cls=_VllmCommand)
@@ -184,9 +184,10 @@ def _print_report(report: Report, is_json: bool) -> None:
 
 async def _serve(args: EngineArgs) -> None:
     from gateway.__main__ import run
-    from gateway.tokenizer import load_tokenizer
+    from gateway.tokenizer import forgo_torch, load_tokenizer
     from specgw.supervisor import embedded_services
 
+    forgo_torch()
     # While the services load their models.
     loading = asyncio.create_task(asyncio.to_thread(load_tokenizer, args.tokenizer_path))
     if args.specgw.gateway.verifiers:

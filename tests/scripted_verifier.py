@@ -58,6 +58,7 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer):
         **reports: Any,
     ) -> None:
         self.requests: list[GenerateRequest] = []
+        self.refusals: dict[tuple[int, ...], SpecgwError] = {}  # by prompt; each happens once
         self._cached_token_count = cached_token_count
         self.deadlines_s: list[float] = []
         self.open_count = 0
@@ -138,7 +139,10 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer):
         await self._until(lambda: self.open_count == 0)
 
     async def _play(self, request: GenerateRequest) -> AsyncIterator[GenerateOutput]:
-        token_ids = self._outputs.get(tuple(request.prompt_token_ids), self._output_token_ids)
+        prompt = tuple(request.prompt_token_ids)
+        if (refusal := self.refusals.pop(prompt, None)) is not None:
+            raise refusal
+        token_ids = self._outputs.get(prompt, self._output_token_ids)
         params = request.sampling_params
         end = min(len(token_ids), params.max_tokens or len(token_ids))
         stops = set(params.stop_token_ids)

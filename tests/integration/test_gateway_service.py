@@ -6,7 +6,7 @@ import re
 import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,36 +17,29 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
-from gateway.__main__ import Gateway, serving
+from gateway.__main__ import Gateway
 from gateway.ledger import Demand
-from gateway.tokenizer import Tokenizer, load_tokenizer
+from gateway.tokenizer import Tokenizer
 from specgw import wire
 from specgw.channel import open_channel, status_to_error
-from specgw.config import parse_config
 from specgw.errors import DeadlineExceeded, InvalidRequest, NotReady, Overloaded
 from specgw.lookup.prediction import num_agreed
 from specgw.server import HealthService
 from specgw.structured_outputs import StructuredOutputsParams
 from specgw.types import HelloAck, ModelDescription, ProposerStatus
 from specgw.v1 import gateway_pb2, gateway_pb2_grpc, types_pb2, verifier_pb2_grpc
-from tests import scripted_verifier, tiny_tokenizers
+from tests import scripted_verifier
+from tests.running_gateway import (
+    COMPLETION,
+    TEXT,
+    MakeVerifier,
+    RunGateway,
+    all_serving,
+    events,
+    http,
+    ready,
+)
 from tests.scripted_verifier import ScriptedVerifier
-
-TEXT = " and the quick fox said \"go\" — 😀 你好, then naïve dogs sleep"  # fmt: skip
-
-MakeVerifier = Callable[..., ScriptedVerifier]
-
-
-@pytest.fixture(scope="session")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    path = tmp_path_factory.mktemp("model")
-    tiny_tokenizers.save(tiny_tokenizers.byte_level(), path)
-    return load_tokenizer(str(path))
-
-
-@pytest.fixture
-def token_ids(tokenizer: Tokenizer) -> list[int]:
-    return tokenizer.backend.encode(TEXT).ids
 
 
 @pytest.fixture
@@ -60,95 +53,6 @@ def counting_threads(monkeypatch: pytest.MonkeyPatch) -> list[threading.Thread]:
 
     monkeypatch.setattr("gateway.agreement.num_agreed", count)
     return threads
-
-
-@pytest.fixture
-def make_verifier(tokenizer: Tokenizer, token_ids: list[int]) -> MakeVerifier:
-    def make(output_token_ids: Sequence[int] = token_ids, **options: Any) -> ScriptedVerifier:
-        defaults = {
-            "vocab_size": tokenizer.vocab_size,
-            "vocab_fingerprint": tokenizer.fingerprint,
-            "eos_token_id": tokenizer.eos_token_id,
-        }
-        return ScriptedVerifier(output_token_ids, **{**defaults, **options})
-
-    return make
-
-
-RunGateway = Callable[..., AbstractAsyncContextManager[Gateway]]
-
-
-@pytest.fixture
-def model_dir(tmp_path: Path) -> Path:
-    """The gateway's model, of the name that scripted verifiers report."""
-    path = tmp_path / "scripted"
-    path.mkdir()
-    return path
-
-
-@pytest.fixture
-def run_gateway(tokenizer: Tokenizer, model_dir: Path) -> RunGateway:
-    """Runs a gateway for addresses, with `specgw.gateway` settings and top-level keys."""
-
-    @asynccontextmanager
-    async def run(
-        *addresses: str, settings: dict[str, Any] | None = None, **keys: Any
-    ) -> AsyncIterator[Gateway]:
-        gateway_settings = {
-            "grpc_listen": "127.0.0.1:0",
-            "reopen_timeout_s": 5,
-            "drain_grace_s": 1,
-            **(settings or {}),
-        }
-        config = {
-            "model": str(model_dir),
-            "served_model_name": "scripted",
-            "port": 0,
-            "speculative_config": {"model": "draft", "num_speculative_tokens": 4},
-            "specgw": {"gateway": gateway_settings},
-            **keys,
-        }
-        async with serving(parse_config(config), addresses, tokenizer) as gateway:
-            yield gateway
-        # Whatever a test did: every slot has come back, exactly once.
-        assert (gateway.admission.running_count, gateway.admission.ledger.claims) == (0, ())
-
-    return run
-
-
-@asynccontextmanager
-async def ready(
-    run_gateway: RunGateway, verifiers: Sequence[ScriptedVerifier], **options: Any
-) -> AsyncIterator[Gateway]:
-    """Runs a gateway in front of running verifiers."""
-    async with AsyncExitStack() as stack:
-        servers = [
-            await stack.enter_async_context(scripted_verifier.serving(one)) for one in verifiers
-        ]
-        addresses = [server.addresses[0] for server in servers]
-        gateway = await stack.enter_async_context(run_gateway(*addresses, **options))
-        await all_serving(gateway, len(verifiers))
-        yield gateway
-
-
-async def all_serving(gateway: Gateway, count: int) -> None:
-    """Waits until the gateway knows of `count` verifiers that serve."""
-    async with asyncio.timeout(5):
-        while gateway.router.states.count(": serving") < count:
-            await gateway.router.changed()
-
-
-def http(gateway: Gateway, **options: Any) -> httpx.AsyncClient:
-    return httpx.AsyncClient(base_url=gateway.url, timeout=10, trust_env=False, **options)
-
-
-async def events(response: httpx.Response) -> AsyncIterator[Any]:
-    async for line in response.aiter_lines():
-        if line.startswith("data: ") and line != "data: [DONE]":
-            yield json.loads(line.removeprefix("data: "))
-
-
-COMPLETION = {"model": "scripted", "prompt": "the dog", "max_tokens": 60}
 
 
 class TestOpenAI:
@@ -1332,6 +1236,12 @@ class TestLoad:
         assert body["usage"]["completion_tokens"] == 6
 
 
+async def delivered(gateway: Gateway, num_tokens: int) -> None:
+    """Returns when the gateway has had so many tokens of all requests together."""
+    line = f'vllm:generation_tokens_total{{engine="0",model_name="scripted"}} {num_tokens}.0\n'
+    await until(lambda: line in gateway.metrics.exposition().decode())
+
+
 async def until(is_true: Callable[[], bool]) -> None:
     """Lets the loop run until something holds that no event tells of."""
     async with asyncio.timeout(5):
@@ -1418,6 +1328,7 @@ class TestFailures:
             await all_serving(gateway, 2)
             running = asyncio.create_task(client.post("/v1/completions", json=COMPLETION))
             first = await one_opened(pair)
+            await delivered(gateway, 6)
             await servers[pair.index(first)].stop(0)
             other = pair[1 - pair.index(first)]
             await other.opened()
@@ -1438,7 +1349,7 @@ class TestFailures:
                 client = await stack.enter_async_context(http(gateway))
                 await gateway.router.ready()
                 running = asyncio.create_task(client.post("/v1/completions", json=COMPLETION))
-                await before.opened()
+                await delivered(gateway, 6)
             await stack.enter_async_context(scripted_verifier.serving(after, address))
             async with asyncio.timeout(10):
                 answer = await running
@@ -1461,7 +1372,7 @@ class TestFailures:
                 await gateway.router.ready()
                 body = {**COMPLETION, "stream": stream}
                 running = asyncio.create_task(client.post("/v1/completions", json=body))
-                await verifier.opened()
+                await delivered(gateway, 6)
             answer = await running
             refused = await client.post("/v1/completions", json=COMPLETION)
             health = await client.get("/health")

@@ -1,10 +1,13 @@
 """What benchmarks count, on values made up here."""
 
+import socket
+import time
+
 import pytest
 from prometheus_client import generate_latest
 
 from benchmarks.measurement import StepTimes, SystemId
-from benchmarks.stream_client import EventStreamClient
+from benchmarks.stream_client import EventStream, StreamClient
 from benchmarks.systems import parse_times
 from verifier_svc.metrics import VerifierMetrics
 from verifier_svc.scheduler import StepReport
@@ -16,25 +19,42 @@ ANSWER = (
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 7, 13, 1000])
-async def test_events_are_counted_however_the_stream_is_cut(size: int) -> None:
-    counts: list[int] = []
-    client = EventStreamClient("/", {}, lambda count, at: counts.append(count))
+def test_events_are_counted_however_the_stream_is_cut(size: int) -> None:
+    stream = EventStream()
 
-    for start in range(0, len(ANSWER), size):
-        client.data_received(ANSWER[start : start + size])
-    client.connection_lost(None)
+    counts = [stream.feed(ANSWER[start : start + size]) for start in range(0, len(ANSWER), size)]
 
-    assert (client.num_events, sum(counts)) == (3, 3)
-    assert await client.ended
+    assert (stream.num_events, sum(counts)) == (3, 3)
+    assert stream.is_complete
 
 
-async def test_a_stream_that_breaks_off_is_not_complete() -> None:
-    client = EventStreamClient("/", {}, lambda count, at: None)
+@pytest.mark.parametrize("answer", [ANSWER[:60], ANSWER.replace(b"200 OK", b"503 No")])
+def test_a_stream_that_breaks_off_or_is_refused_is_not_complete(answer: bytes) -> None:
+    stream = EventStream()
 
-    client.data_received(ANSWER[:60])
-    client.connection_lost(None)
+    stream.feed(answer)
 
-    assert not await client.ended
+    assert not stream.is_complete
+
+
+def test_a_client_reads_each_stream_to_its_end_with_the_time_of_its_bytes() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        StreamClient(listener.getsockname()[1], lambda count, at: came.append(at)) as client,
+    ):
+        came: list[float] = []
+        began = time.time()
+        client.open({"prompt": "x"})
+        connection, _ = listener.accept()
+        with connection:
+            connection.sendall(ANSWER)
+        ended = time.time()
+        while client.num_open:
+            client.read(5)
+
+        [stream] = client.ended
+        assert (stream.num_events, stream.is_complete) == (3, True)
+        assert all(began <= at <= ended for at in came)
 
 
 def test_step_times_are_read_from_the_verifiers_metrics() -> None:

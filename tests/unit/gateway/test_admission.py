@@ -327,3 +327,66 @@ class TestMoves:
 
         assert first != second == third
         assert is_empty(admission)
+
+
+class TestCalls:
+    """The requests of one call."""
+
+    async def test_all_are_taken_or_none(self) -> None:
+        admission = admission_of(3, 1)
+
+        async with admission.slot(DEMAND), admission.slot(DEMAND):
+            with (
+                pytest.raises(Overloaded, match="the queue is full: 3 requests are running"),
+                admission.places([DEMAND] * 3),
+            ):
+                pass
+            assert (admission.running_count, admission.waiting_count) == (2, 0)
+            with admission.places([DEMAND] * 2):
+                counts = admission.running_count, admission.waiting_count
+
+        assert counts == (3, 1)
+        assert is_empty(admission)
+
+    async def test_one_that_can_never_fit_refuses_all(self) -> None:
+        admission = Admission(ledger_of(8, kv_tokens=50), 64, 8, 5)
+
+        with pytest.raises(InvalidRequest), admission.places([DEMAND, LARGE]):
+            pass
+
+        assert is_empty(admission)
+
+    async def test_none_waits_too_long_once_another_has_had_its_turn(self) -> None:
+        admission = admission_of(1, 2, 0.01)
+        async with asyncio.timeout(5):
+            with admission.places([DEMAND] * 2) as [first, second]:
+                entered = asyncio.Event()
+
+                async def wait() -> None:
+                    async with second.slot():
+                        entered.set()
+
+                async with first.slot():
+                    waiting = asyncio.create_task(wait())
+                    await asyncio.sleep(0)
+                    with pytest.raises(Overloaded, match="no slot became free"):
+                        async with admission.slot(DEMAND):  # has waited as long by then
+                            pass
+                await entered.wait()
+                await waiting
+
+        assert is_empty(admission)
+
+    async def test_those_beyond_what_could_run_do_not_queue_before_their_place_is_used(
+        self,
+    ) -> None:
+        admission = admission_of(2, 0)
+
+        with admission.places([DEMAND] * 4) as places:
+            counts = admission.running_count, admission.waiting_count
+            for place in places:
+                async with place.slot():
+                    pass
+
+        assert counts == (2, 0)
+        assert is_empty(admission)

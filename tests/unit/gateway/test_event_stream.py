@@ -9,7 +9,7 @@ async def test_an_error_is_not_forced_on_a_client_that_does_not_read() -> None:
         await asyncio.Event().wait()
 
     async with asyncio.timeout(5):
-        await EventSender(send, []).fail({"error": "late"}, timeout_s=0.01)
+        await EventSender(send, []).fail(b'{"error":"late"}', timeout_s=0.01)
 
 
 async def test_an_error_is_the_last_event() -> None:
@@ -18,7 +18,7 @@ async def test_an_error_is_the_last_event() -> None:
     async def send(message: Any) -> None:
         messages.append(message)
 
-    await EventSender(send, []).fail({"error": "late"})
+    await EventSender(send, []).fail(b'{"error":"late"}')
 
     assert [message.get("body") for message in messages] == [
         None,

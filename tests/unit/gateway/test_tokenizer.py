@@ -1,4 +1,6 @@
 import asyncio
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -51,3 +53,18 @@ def test_a_bad_word_without_tokens_is_refused() -> None:
 
     with pytest.raises(InvalidRequest, match="bad_words: must have at least one token"):
         tokenizer.with_bad_words(SamplingParams(bad_words=("dog", "  ")))
+
+
+@pytest.mark.slow
+def test_a_program_without_models_never_loads_torch() -> None:
+    program = (
+        "import sys; from gateway.tokenizer import forgo_torch, load_tokenizer; forgo_torch();"
+        "print(load_tokenizer('tiny/target').backend.encode('def').ids, sys.modules['torch'])"
+    )
+
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120
+    )
+
+    expected = load_tokenizer("tiny/target").backend.encode("def").ids
+    assert (ran.stdout, ran.stderr) == (f"{expected} None\n", "")
