@@ -1,6 +1,6 @@
 """How much of each method's drafts the target accepts: `python -m benchmarks.acceptance`.
 
-The bundled tiny models in float32, greedy, in one process; or others, as the options say. The
+The bundled tiny models in float32, greedy, in one process; or otherwise, as the options say. The
 prompts are cut from files that no model was trained on. Every answer is compared with the one
 without speculation; if one differs, the table says so and the exit code is 1. To measure one more
 method, add a line to `METHODS`.
@@ -29,11 +29,15 @@ TARGET = "tiny/target"
 
 @dataclass(frozen=True)
 class Models:
-    """What is measured. With `draft`, methods use that model in place of their own."""
+    """What is measured. With `draft`, methods use that model in place of their own.
+
+    Draft models draft greedily or `coupled`: so sampled answers too are those without speculation.
+    """
 
     target: str = TARGET
     draft: str | None = None
     dtype: str = "float32"
+    draft_sample_method: str = "greedy"
 
 
 @dataclass(frozen=True)
@@ -82,6 +86,14 @@ class Row:
 @click.option("--target", default=TARGET, show_default=True, help="Another target model.")
 @click.option("--draft", help="Another draft model, for every method measured.")
 @click.option("--dtype", default="float32", show_default=True)
+@click.option("--temperature", default=0.0, show_default=True, help="Above 0, with seeds.")
+@click.option(
+    "--draft-sample-method",
+    type=click.Choice(["greedy", "coupled"]),
+    default="greedy",
+    show_default=True,
+    help="Of draft models.",
+)
 @click.option(
     "--prompts",
     "prompt_file",
@@ -99,6 +111,8 @@ def main(
     target: str,
     draft: str | None,
     dtype: str,
+    temperature: float,
+    draft_sample_method: str,
     prompt_file: Path | None,
     raw: bool,
     json_file: Path | None,
@@ -107,9 +121,9 @@ def main(
     unknown = sorted(set(names) - {method.name for method in METHODS})
     if unknown:
         raise click.BadParameter(f"no such method: {', '.join(unknown)}", param_hint="--method")
-    models = Models(target, draft, dtype)
+    models = Models(target, draft, dtype, draft_sample_method)
     prompts = prompt_token_ids(target, prompt_file, raw, num_prompts)
-    params = SamplingParams(temperature=0, max_tokens=max_tokens)
+    params = SamplingParams(temperature=temperature, seed=1, max_tokens=max_tokens)
     plain = generate(build_llm(models), prompts, params, max(batch))
     expected = [answer.outputs[0].token_ids for answer in plain]
     rows = []
@@ -142,6 +156,8 @@ def build_llm(models: Models, method: Method | None = None, draft_tokens: int = 
     if method is None:
         return LLM(models.target, dtype=models.dtype)
     drafting = {**method.speculative_config, "num_speculative_tokens": draft_tokens}
+    if "model" in drafting:
+        drafting["draft_sample_method"] = models.draft_sample_method
     if models.draft is not None:
         drafting["model"] = models.draft
     return LLM(

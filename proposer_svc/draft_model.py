@@ -4,26 +4,22 @@ Where contexts become draft tokens. Whose contexts they are, and where blocks go
 business.
 """
 
-import itertools
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from proposer_svc.batching import build_batch, reserve
-from proposer_svc.branches import Branch
-from proposer_svc.branching import Branching, Line, tokens_beyond_context
-from proposer_svc.draft_grammar import DraftGrammars
+from proposer_svc.branching import Branching, Line
+from proposer_svc.draft_chooser import DraftChooser, Place
 from proposer_svc.draft_rows import DraftRows
-from proposer_svc.draft_sampling import DraftSampler, DraftToken, row_sampling
 from proposer_svc.draft_vocabulary import DraftVocabulary, SharedVocabulary
 from proposer_svc.drafter import Draft
 from proposer_svc.run_ahead import RunAhead
 from proposer_svc.session_table import Session, SessionTable
 from specgw.engine.model_runner import ModelRunner, SequenceChunk
-from specgw.engine.sampling import RowSampling
 from specgw.hidden import HiddenFormat
 from specgw.types import ModelDescription, UndraftedReason, VocabMappingSummary
 
@@ -44,13 +40,12 @@ class DraftModelDrafter:
         runner: ModelRunner,
         max_num_batched_tokens: int,
         vocabulary: DraftVocabulary | None = None,
-        sampler: DraftSampler | None = None,
-        grammars: DraftGrammars | None = None,
+        chooser: DraftChooser | None = None,
         run_ahead: RunAhead | None = None,
     ) -> None:
         """Takes a loaded model.
 
-        Its vocabulary is the target's unless told otherwise. Without a sampler it drafts greedily,
+        Its vocabulary is the target's unless told otherwise. Without a chooser it drafts greedily,
         and without `run_ahead` never beyond a block.
         """
         self.description = runner.description
@@ -58,8 +53,7 @@ class DraftModelDrafter:
         self.kv_capacity_tokens = runner.kv_cache.capacity_tokens
         self.num_passes = 0
         self.ahead = run_ahead or RunAhead()
-        self._sampler = sampler or DraftSampler()
-        self._grammars = grammars
+        self._chooser = chooser or DraftChooser()
         self._runner = runner
         self._vocabulary = vocabulary or SharedVocabulary(runner.description)
         self._rows: dict[Session, DraftRows] = {}
@@ -68,6 +62,10 @@ class DraftModelDrafter:
     @property
     def vocab_mapping(self) -> VocabMappingSummary | None:
         return self._vocabulary.summary
+
+    @property
+    def draft_sample_method(self) -> str:
+        return self._chooser.method if self._vocabulary.takes_samples else "greedy"
 
     @property
     def kv_used_tokens(self) -> int:
@@ -80,23 +78,24 @@ class DraftModelDrafter:
         return self._vocabulary.num_context_ids(target)
 
     def open(self, session: Session) -> None:
-        context = self._vocabulary.open_context(session)
+        vocabulary = self._vocabulary.of(session)
+        context = vocabulary.open_context(session)
         length, max_length = len(context.token_ids), self._runner.max_model_len
         self._rows[session] = DraftRows(
             session,
+            vocabulary,
             context,
             self._runner.kv_cache.new_sequence(),
-            num_choices=self._vocabulary.num_choices(session),
+            num_choices=vocabulary.num_choices(session),
             prefill_length=length if length <= max_length else 0,
             max_length=max_length,
             keeps_drafts=self.keeps_drafts,
         )
-        if self._grammars is not None:
-            self._grammars.open(session)
+        self._chooser.open(session, vocabulary)
 
     def commit(self, session: Session, token_ids: Sequence[int]) -> None:
         rows = self._rows[session]
-        if rows.is_sent and token_ids:
+        if rows.is_sent and token_ids and rows.vocabulary.has_target_ids:
             self._observe(rows, token_ids)
         num_ahead = rows.num_ahead
         rows.extend(token_ids)
@@ -121,8 +120,7 @@ class DraftModelDrafter:
         if rows := self._rows.pop(session, None):
             rows.drop_branches()
             rows.cache.release()
-        if self._grammars is not None:
-            self._grammars.close(session)
+        self._chooser.close(session)
 
     def enter_thread(self) -> None:
         torch.get_num_threads()  # without this call, OpenMP ignores torch's setting in this thread
@@ -131,7 +129,7 @@ class DraftModelDrafter:
         return any(rows.has_work for rows in self._rows.values())
 
     def can_run_ahead(self) -> bool:
-        if not self.ahead.is_on or self._vocabulary.summary is not None or self.has_work():
+        if not self.ahead.is_on or self.has_work():
             return False
         return any(rows.can_run_ahead for rows in self._rows.values())
 
@@ -193,10 +191,8 @@ class DraftModelDrafter:
     def _feed_last(self, drafting: Sequence[DraftRows]) -> None:
         """Drafts one token more for each session, and for branches of others."""
         began = self.ahead.clock()
-        ahead: Sequence[Line] = ()
-        if self._vocabulary.summary is None:
-            room = self.max_num_batched_tokens - len(drafting)
-            ahead = self._branching.lines(self._rows.values(), room)
+        room = self.max_num_batched_tokens - len(drafting)
+        ahead = self._branching.lines(self._rows.values(), room)
         lines: list[Line] = [*((one, one) for one in drafting), *ahead]
         if not lines:
             return
@@ -219,7 +215,7 @@ class DraftModelDrafter:
         block = rows.context.to_target(token_ids, rows.session.num_wanted)
         if not block:
             return Draft(rows.session, reason=UndraftedReason.EMPTY)
-        rule = self._sampler.rule(has_probs=bool(draft_probs))
+        rule = self._chooser.rule(rows, has_probs=bool(draft_probs))
         return Draft(rows.session, block, rule=rule, draft_probs=tuple(draft_probs))
 
     def _append(
@@ -230,57 +226,10 @@ class DraftModelDrafter:
         """Appends a token to each block or branch."""
         if not lines:
             return
-        tokens, runner_ups = self._choose(
-            self._masked(lines, logits),
-            [owner.num_choices for owner, _ in lines],
-            [self._sampling(*line) for line in lines] if self._sampler.uses_sampling else (),
-            self.ahead.num_runner_ups if self._vocabulary.summary is None else 0,
-        )
+        places = [Place(owner, line, len(line.drafted.token_ids)) for owner, line in lines]
+        tokens, runner_ups = self._chooser.choose(logits, places, self.ahead.num_runner_ups)
         for (_, line), token, others in zip(lines, tokens, runner_ups, strict=True):
             line.extend_draft(token, others)
-
-    def _masked(
-        self,
-        lines: Sequence[Line],
-        logits: Tensor,  # [num_lines, vocab_size]
-    ) -> Tensor:
-        """Leaves each row the tokens that its session's constraint lets follow."""
-        if self._grammars is not None:
-            for (owner, line), row in zip(lines, logits, strict=True):
-                if self._grammars.applies_to(owner.session):
-                    draft_token_ids = tokens_beyond_context(owner, line)
-                    self._grammars.mask(row[: owner.num_choices], owner.session, draft_token_ids)
-        return logits
-
-    def _choose(
-        self,
-        logits: Tensor,  # [num_rows, vocab_size]
-        limits: Sequence[int],  # ids that each row's token is chosen from
-        sampling: Sequence[RowSampling],  # of each row; of none if they do not matter
-        num_runner_ups: int = 0,
-    ) -> tuple[list[DraftToken | None], Iterable[Sequence[int]]]:
-        """Chooses a draftable token for each row; None where the logits are not numbers.
-
-        Returns:
-            The tokens and their runner-ups.
-        """
-        choices = _without_padding(self._vocabulary.choices(logits), limits)
-        if num_runner_ups:
-            return self._sampler.choose_with_runner_ups(choices, sampling, num_runner_ups)
-        chosen = self._sampler.choose(choices, sampling)
-        if self._vocabulary.summary is not None:
-            chosen = [token and self._drafted(token) for token in chosen]
-        return chosen, itertools.repeat((), len(chosen))
-
-    def _sampling(self, owner: DraftRows, line: DraftRows | Branch) -> RowSampling:
-        """Returns how the next token of a block or a branch is chosen: as of its own context."""
-        sampling = owner.session.sampling
-        if owner.branches is not None and line is owner.branches.trunk:
-            sampling = self._sampler.guesses_by(sampling)
-        return row_sampling(sampling, line.length, len(line.drafted.token_ids))
-
-    def _drafted(self, chosen: DraftToken) -> DraftToken:
-        return replace(chosen, token_id=self._vocabulary.draft_token_id(chosen.token_id))
 
     def _forward(self, chunks: Sequence[SequenceChunk]) -> Tensor:
         self.num_passes += 1
@@ -297,13 +246,3 @@ def missing_chunk(one: DraftRows, rows: int) -> SequenceChunk:
     start = one.cache.length
     token_ids = one.token_ids[start : start + rows]
     return SequenceChunk(one.cache, token_ids, num_logits=int(completes(one, rows)))
-
-
-def _without_padding(logits: Tensor, limits: Sequence[int]) -> Tensor:
-    """Leaves each row the ids below its limit."""
-    logits = logits[:, : max(limits)]  # [num_rows, max limit]
-    if min(limits) == max(limits):
-        return logits
-    ids = torch.arange(logits.shape[1], device=logits.device)
-    beyond = ids >= torch.tensor(limits, device=logits.device).unsqueeze(1)
-    return logits.masked_fill(beyond, -torch.inf)

@@ -6,7 +6,7 @@ from itertools import takewhile
 
 from proposer_svc.branches import Branch, Branches
 from proposer_svc.draft_sampling import DraftToken
-from proposer_svc.draft_vocabulary import DraftContext
+from proposer_svc.draft_vocabulary import DraftContext, SessionVocabulary
 from proposer_svc.drafted import Drafted
 from proposer_svc.session_table import Session
 from specgw.engine.block_hashes import BlockHashes
@@ -23,6 +23,7 @@ class DraftRows:
     """
 
     session: Session
+    vocabulary: SessionVocabulary
     context: DraftContext
     cache: SequenceCache
     num_choices: int  # ids that draft tokens are chosen from
@@ -96,8 +97,12 @@ class DraftRows:
 
     @property
     def may_run_ahead(self) -> bool:
-        """Whether a block was sent, and nothing else is to be done."""
-        return self.is_sent and not (self.is_stopped or self.has_work)
+        """Whether a block was sent, and nothing else is to be done.
+
+        What follows an outcome is known only where draft tokens are tokens of the target.
+        """
+        is_free = self.is_sent and not (self.is_stopped or self.has_work)
+        return is_free and self.vocabulary.has_target_ids
 
     @property
     def can_run_ahead(self) -> bool:
@@ -151,9 +156,9 @@ class DraftRows:
 
     def extend(self, committed: Sequence[int]) -> None:
         """Brings the context up to date with the target's tokens; keeps the rows still right."""
-        branch = self._branch_of(committed)
         start, replaced = self.context.extend(committed)
         self.is_stopped = False
+        branch = self._branch_of(len(committed), start, replaced)
         if branch is not None:
             self._take_up(branch)
             return
@@ -187,14 +192,21 @@ class DraftRows:
         rank = known.index(committed[-1]) if committed[-1] in known else None
         return num_accepted, rank, len(known)
 
-    def _branch_of(self, committed: Sequence[int]) -> Branch | None:
-        """Returns the branch of the outcome that the committed tokens are."""
-        num_accepted = len(committed) - 1
+    def _branch_of(self, num_committed: int, start: int, replaced: Sequence[int]) -> Branch | None:
+        """Returns the branch of the outcome that was committed.
+
+        None if its tokens read otherwise than they were drafted, be it only as fewer or more: each
+        was drafted for one place.
+        """
+        num_accepted = num_committed - 1
         if self.branches is None or num_accepted < 0:
             return None
-        if list(committed[:-1]) != self.drafted.token_ids[:num_accepted]:
+        if num_accepted > len(self.drafted.token_ids):
             return None
-        return self.branches.find(num_accepted, committed[-1])
+        read = self.token_ids[start:]
+        if read[:-1] != [*replaced, *self.drafted.token_ids[:num_accepted]]:
+            return None
+        return self.branches.find(num_accepted, read[-1]) if read else None
 
     def _take_up(self, branch: Branch) -> None:
         """Goes on with a branch; the others are dropped."""

@@ -36,19 +36,19 @@ class DraftSampler:
 
     def __init__(self, method: str = "greedy", max_support: int = 64) -> None:
         """Takes `draft_sample_method` and the most tokens of a law that is sent."""
-        self._method = method
+        self.method = method
         self._max_support = max_support
 
     @property
     def uses_sampling(self) -> bool:
         """Whether how a request is sampled matters."""
-        return self._method != "greedy"
+        return self.method != "greedy"
 
     def rule(self, has_probs: bool) -> AcceptanceRule:
         """Returns how a block's tokens were chosen."""
         if has_probs:
             return AcceptanceRule.PROBS
-        return AcceptanceRule.COUPLED if self._method == "coupled" else AcceptanceRule.ONE_HOT
+        return AcceptanceRule.COUPLED if self.method == "coupled" else AcceptanceRule.ONE_HOT
 
     def choose(
         self,
@@ -74,7 +74,7 @@ class DraftSampler:
         tokens = self._choose(logits, maxima, rows)
         first = torch.tensor([token.token_id if token else 0 for token in tokens])
         random = []
-        if self._method == "coupled":
+        if self.method == "coupled":
             random = [i for i, row in enumerate(rows) if not row.is_greedy]
         num_candidates = min(count + (_SPARE if random else 0), logits.shape[1] - 1)
         ids, values = next_maxima(logits, maxima, first.to(logits.device), num_candidates)
@@ -89,7 +89,7 @@ class DraftSampler:
 
     def guesses_by(self, sampling: DraftSampling | None) -> DraftSampling | None:
         """Returns how to guess a token that the target will choose, and no draft is tested for."""
-        return sampling if self._method == "coupled" else None
+        return sampling if self.method == "coupled" else None
 
     def _choose(
         self,
@@ -98,11 +98,11 @@ class DraftSampler:
         rows: Sequence[RowSampling],
     ) -> list[DraftToken | None]:
         is_usable = maxima.amax(dim=1).isfinite().tolist()
-        if self._method == "coupled":
+        if self.method == "coupled":
             chosen = [DraftToken(token_id) for token_id in sample(logits, rows)]
         else:
             chosen = [DraftToken(one) for one in first_maximum(logits, maxima).tolist()]
-        if self._method == "probabilistic":
+        if self.method == "probabilistic":
             random = [i for i, row in enumerate(rows) if is_usable[i] and not row.is_greedy]
             drawn = self._draw(logits[random], [rows[i] for i in random]) if random else []
             for i, token in zip(random, drawn, strict=True):

@@ -45,24 +45,17 @@ class DraftContext(Protocol):
         """Returns the block in the target's ids: at most `num_wanted`, maybe none."""
 
 
-class DraftVocabulary(Protocol):
-    """A draft model's vocabulary as against that of the target that it drafts for.
+class SessionVocabulary(Protocol):
+    """How a session is drafted for: what may be chosen, and how its context reads.
 
     Attributes:
-        summary: How another vocabulary is mapped; None if it is the target's own.
-        takes_samples: Whether draft tokens may be sampled: the choices are the target's ids.
+        has_target_ids: Whether the choices are the target's ids, so that they may be sampled by the
+            request's noise and kept to its grammar. Else drafts are greedy.
+        has_draft_ids: Whether the choices are the draft model's ids.
     """
 
-    takes_samples: bool
-
-    @property
-    def summary(self) -> VocabMappingSummary | None: ...
-
-    def mismatches(self, target: ModelDescription) -> list[str]:
-        """Returns one readable line for each reason why it is not this target's vocabulary."""
-
-    def num_context_ids(self, target: ModelDescription) -> int:
-        """Returns how many of the target's leading token ids a context may have."""
+    has_target_ids: bool
+    has_draft_ids: bool
 
     def num_choices(self, session: Session) -> int:
         """Returns how many leading ids a draft token may be chosen from."""
@@ -81,11 +74,35 @@ class DraftVocabulary(Protocol):
         """Returns a session's context as it is."""
 
 
+class DraftVocabulary(Protocol):
+    """A draft model's vocabulary as against that of the target that it drafts for.
+
+    Attributes:
+        summary: How another vocabulary is mapped; None if it is the target's own.
+        takes_samples: Whether the drafts of any session may be sampled.
+    """
+
+    @property
+    def takes_samples(self) -> bool: ...
+
+    @property
+    def summary(self) -> VocabMappingSummary | None: ...
+
+    def mismatches(self, target: ModelDescription) -> list[str]:
+        """Returns one readable line for each reason why it is not this target's vocabulary."""
+
+    def num_context_ids(self, target: ModelDescription) -> int:
+        """Returns how many of the target's leading token ids a context may have."""
+
+    def of(self, session: Session) -> SessionVocabulary:
+        """Returns how a session is drafted for, which stays so."""
+
+
 class SharedVocabulary:
-    """Implements `DraftVocabulary` for models with the same tokens under the same ids."""
+    """Implements both for models with the same tokens under the same ids."""
 
     summary = None
-    takes_samples = True
+    takes_samples = has_target_ids = has_draft_ids = True
 
     def __init__(self, draft_model: ModelDescription, tokenizer_size: int | None = None) -> None:
         """Takes the draft model; `tokenizer_size` is how many of its ids mean something."""
@@ -97,6 +114,9 @@ class SharedVocabulary:
 
     def num_context_ids(self, target: ModelDescription) -> int:
         return min(target.vocab_size, self._draft_model.vocab_size)
+
+    def of(self, session: Session) -> SessionVocabulary:
+        return self
 
     def num_choices(self, session: Session) -> int:
         return min(session.num_ids, self._num_own_ids)

@@ -3,13 +3,13 @@
 import logging
 
 from proposer_svc.draft_vocabulary import DraftVocabulary, SharedVocabulary
-from proposer_svc.foreign_vocabulary import FOREIGN_VOCABULARIES
+from proposer_svc.foreign_vocabulary import ForeignVocabulary
 from specgw.config import EngineArgs
 from specgw.errors import ConfigError
 from specgw.model_files import read_config, resolve_model
 from specgw.types import ModelDescription
 from specgw.vocab import relate_vocabs, tokenizer_size, vocab_fingerprint
-from specgw.vocab_mapping import choose_method, coverage_problems, load_mapping
+from specgw.vocab_mapping import choose_methods, coverage_problems, load_mapping
 
 logger = logging.getLogger(__name__)
 
@@ -34,17 +34,18 @@ def build_vocabulary(args: EngineArgs, draft_model: ModelDescription) -> DraftVo
         logger.info("the draft has the target's tokens: nothing to map", extra={"sizes": sizes})
         return shared
     mapping = load_mapping(target_dir, target_size, draft_dir, draft_model.vocab_size)
-    method = choose_method(config, mapping.coverage)
-    if problems := coverage_problems(mapping.coverage, method):
+    methods = choose_methods(config, mapping.coverage)
+    if problems := coverage_problems(mapping.coverage, methods):
         raise ConfigError(problems)
     logger.info(
         "the draft's vocabulary is mapped",
         extra={
-            "method": method,
+            "method": str(methods),
             "common_tokens": mapping.coverage.num_common,
             "target_coverage": round(mapping.coverage.of_target, 3),
             "draft_coverage": round(mapping.coverage.of_draft, 3),
-            "weighted_coverage": round(mapping.coverage.weighted, 3),
+            "draft_text_coverage": round(mapping.coverage.of_draft_text, 3),
+            "target_text_coverage": round(mapping.coverage.of_target_text, 3),
         },
     )
-    return FOREIGN_VOCABULARIES[method](mapping, vocab_fingerprint(target_dir))
+    return ForeignVocabulary(mapping, methods, vocab_fingerprint(target_dir))

@@ -41,6 +41,8 @@ class Drafter(Protocol):
     Attributes:
         method: vLLM's name of the method.
         parallel_drafting: Whether all tokens of a block come from one forward pass.
+        draft_sample_method: How draft tokens are chosen, as far as the method has a choice and the
+            vocabulary leaves one; else empty or `greedy`. Each block says it of its own tokens.
         description: The draft model.
         max_num_batched_tokens: Most input rows of one forward pass.
         kv_capacity_tokens: Slots of the KV cache.
@@ -53,6 +55,9 @@ class Drafter(Protocol):
     max_num_batched_tokens: int
     kv_capacity_tokens: int
     num_passes: int
+
+    @property
+    def draft_sample_method(self) -> str: ...
 
     @property
     def hidden(self) -> HiddenFormat | None:

@@ -2,38 +2,48 @@
 
 Timor et al., 2025, arXiv:2502.05202. With `token` (their TLI) only tokens are drafted that the
 target has too, one for one. With `string` (their SLEM) anything is drafted, and the target's
-tokenizer reads the text of it.
+tokenizer reads the text of it. Which of them is better may depend on the request.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from proposer_svc.draft_vocabulary import DraftVocabulary
+from proposer_svc.draft_vocabulary import SessionVocabulary
 from proposer_svc.retokenizer import Retokenizer
 from proposer_svc.session_table import Session
 from specgw.types import ModelDescription, VocabMappingSummary
-from specgw.vocab_mapping import VocabMapping
+from specgw.vocab_mapping import VocabMapping, VocabMethods
+
+logger = logging.getLogger(__name__)
 
 _MAX_DRAFTS_PER_TOKEN = 2  # of a block; a word of many draft tokens would hold the others up
 
 
 class ForeignVocabulary:
-    """What both methods have in common of a `DraftVocabulary`."""
+    """Implements `DraftVocabulary`; a session's temperature says by which method it is drafted."""
 
-    method = ""
-
-    def __init__(self, mapping: VocabMapping, target_fingerprint: str) -> None:
+    def __init__(
+        self, mapping: VocabMapping, methods: VocabMethods, target_fingerprint: str
+    ) -> None:
         """Takes the mapping of the target whose vocabulary has that fingerprint."""
         coverage = mapping.coverage
         self.summary = VocabMappingSummary(
-            self.method, mapping.fingerprint, coverage.of_target, coverage.of_draft
+            methods.summary, mapping.fingerprint, coverage.of_target, coverage.of_draft
         )
-        self._mapping = mapping
-        self._num_target_ids = int(mapping.draft_to_target.max()) + 1  # that may be drafted
+        self._methods = methods
+        self._num_target_ids = num_target_ids(mapping)
         self._target_fingerprint = target_fingerprint
+        self._vocabularies = {
+            method: SESSION_VOCABULARIES[method](mapping) for method in methods.all
+        }
+
+    @property
+    def takes_samples(self) -> bool:
+        return "token" in self._vocabularies
 
     def mismatches(self, target: ModelDescription) -> list[str]:
         mismatches = []
@@ -52,18 +62,30 @@ class ForeignVocabulary:
     def num_context_ids(self, target: ModelDescription) -> int:
         return target.vocab_size
 
+    def of(self, session: Session) -> SessionVocabulary:
+        method = self._methods.at(session.temperature)
+        logger.debug(
+            "a session is drafted for", extra={"session_id": session.session_id, "method": method}
+        )
+        return self._vocabularies[method]
 
-class TokenVocabulary(ForeignVocabulary):
-    """Implements `DraftVocabulary`: draft tokens are chosen among the target's ids.
+
+def num_target_ids(mapping: VocabMapping) -> int:
+    """Returns how many leading ids of the target may be drafted, gaps included."""
+    return int(mapping.draft_to_target.max()) + 1
+
+
+class TokenVocabulary:
+    """Implements `SessionVocabulary`: draft tokens are chosen among the target's ids.
 
     The draft's law is that of the tokens in common, renormalized: q' of the paper.
     """
 
-    method = "token"
-    takes_samples = True
+    has_target_ids, has_draft_ids = True, False
 
-    def __init__(self, mapping: VocabMapping, target_fingerprint: str) -> None:
-        super().__init__(mapping, target_fingerprint)
+    def __init__(self, mapping: VocabMapping) -> None:
+        self._mapping = mapping
+        self._num_target_ids = num_target_ids(mapping)
         draft_ids = np.flatnonzero(mapping.draft_to_target >= 0)
         self._draft_ids = torch.from_numpy(draft_ids)  # [num_common]
         self._target_ids = torch.from_numpy(mapping.draft_to_target[draft_ids])  # [num_common]
@@ -89,17 +111,17 @@ class TokenVocabulary(ForeignVocabulary):
         return context
 
 
-class StringVocabulary(ForeignVocabulary):
-    """Implements `DraftVocabulary`: all text may be drafted, and what ends it for the target too.
+class StringVocabulary:
+    """Implements `SessionVocabulary`: all text may be drafted, and what ends it for the target too.
 
-    What the target makes of a text is no sample of any law known here, so drafts are greedy.
+    What the target makes of a text is no sample of any law known here, so drafts are greedy; and
+    it is known for whole words only, so a grammar of the target's tokens has no say in a draft.
     """
 
-    method = "string"
-    takes_samples = False
+    has_target_ids, has_draft_ids = False, True
 
-    def __init__(self, mapping: VocabMapping, target_fingerprint: str) -> None:
-        super().__init__(mapping, target_fingerprint)
+    def __init__(self, mapping: VocabMapping) -> None:
+        self._mapping = mapping
         is_drafted = mapping.draft_to_target >= 0
         is_drafted[[i for i in mapping.draft.token_bytes if i < len(is_drafted)]] = True
         self._is_forbidden = torch.from_numpy(~is_drafted)  # [vocab_size]
@@ -120,11 +142,11 @@ class StringVocabulary(ForeignVocabulary):
         return context
 
 
-FOREIGN_VOCABULARIES: dict[str, Callable[[VocabMapping, str], DraftVocabulary]] = {
+SESSION_VOCABULARIES: dict[str, Callable[[VocabMapping], SessionVocabulary]] = {
     "token": TokenVocabulary,
     "string": StringVocabulary,
 }
-"""By `heterogeneous_vocab_method`."""
+"""By method."""
 
 
 class TokenContext(Retokenizer):

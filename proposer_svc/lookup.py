@@ -14,6 +14,7 @@ class LookupDrafter:
     """Implements `Drafter` with a lookup method. Its cache is the contexts themselves."""
 
     parallel_drafting = False
+    draft_sample_method = ""
     num_passes = 0
     hidden = None
     vocab_mapping = None
@@ -42,8 +43,10 @@ class LookupDrafter:
         return target.vocab_size
 
     def open(self, session: Session) -> None:
+        # An older verifier does not say where the output begins: then it begins here.
+        prompt_length = session.prompt_length or len(session.token_ids)
         self._contexts[session] = self._lookup.open(
-            session.token_ids, len(session.token_ids), is_private=bool(session.cache_salt)
+            session.token_ids, prompt_length, is_private=bool(session.cache_salt)
         )
 
     def commit(self, session: Session, token_ids: Sequence[int]) -> None:
@@ -57,7 +60,8 @@ class LookupDrafter:
 
     def close(self, session: Session) -> None:
         if context := self._contexts.pop(session, None):
-            context.close()
+            # One that is dropped comes again with all that it had, here or on another proposer.
+            context.close(remember=session.has_ended)
 
     def has_work(self) -> bool:
         return any(session.num_wanted > 0 for session in self._contexts)

@@ -3,25 +3,23 @@
 Apart from `proposer.py`, so that a proposer without a model needs no torch.
 """
 
-import logging
-
+from proposer_svc.draft_chooser import DraftChooser
 from proposer_svc.draft_grammar import DraftGrammars
 from proposer_svc.draft_model import DraftModelDrafter
 from proposer_svc.draft_sampling import DraftSampler
+from proposer_svc.draft_vocabulary import DraftVocabulary
 from proposer_svc.draft_vocabulary_choice import build_vocabulary
 from proposer_svc.drafter import Drafter
 from proposer_svc.parallel_draft import ParallelDrafter
 from proposer_svc.run_ahead import RunAhead
 from specgw.addresses import is_local
 from specgw.config import EngineArgs
-from specgw.engine.loading import draft_options, load_model
+from specgw.engine.loading import draft_options, load_eos_token_ids, load_model
 from specgw.engine.model_runner import ModelRunner
-from specgw.grammar import compiler_for
+from specgw.grammar import GrammarCompiler, compiler_for
 from specgw.model_checks import resolve_mask_token, trained_draft_tokens
 from specgw.model_files import read_config, resolve_model
 from specgw.service_settings import ProposerSettings
-
-logger = logging.getLogger(__name__)
 
 
 def _run_ahead(settings: ProposerSettings, runner: ModelRunner) -> RunAhead:
@@ -35,6 +33,19 @@ def _run_ahead(settings: ProposerSettings, runner: ModelRunner) -> RunAhead:
     return RunAhead(is_enabled, max_branches)
 
 
+def _grammar_compiler(
+    args: EngineArgs, runner: ModelRunner, vocabulary: DraftVocabulary
+) -> GrammarCompiler:
+    """Returns what compiles grammars for the ids that drafts are chosen among."""
+    assert args.speculative_config is not None
+    settings = args.structured_outputs_config
+    if vocabulary.summary is None:  # the draft model's are the target's
+        model = str(args.speculative_config.model)
+        return compiler_for(model, runner.vocab_size, runner.eos_token_ids, settings)
+    vocab_size = int(read_config(resolve_model(args.model, with_weights=False))["vocab_size"])
+    return compiler_for(args.tokenizer_path, vocab_size, load_eos_token_ids(args.model), settings)
+
+
 def load_model_drafter(args: EngineArgs) -> Drafter:
     """Loads the model and builds its drafter.
 
@@ -45,30 +56,12 @@ def load_model_drafter(args: EngineArgs) -> Drafter:
     assert config is not None
     runner = load_model(draft_options(args))
     vocabulary = build_vocabulary(args, runner.description)
-    grammars = None
-    if vocabulary.summary is None:  # the draft model's ids are the target's
-        grammars = DraftGrammars(
-            compiler_for(
-                str(config.model),
-                runner.vocab_size,
-                runner.eos_token_ids,
-                args.structured_outputs_config,
-            )
-        )
+    sampler = DraftSampler(config.draft_sample_method, args.specgw.proposer.max_draft_support)
+    chooser = DraftChooser(sampler, DraftGrammars(_grammar_compiler(args, runner, vocabulary)))
     batched_tokens = args.specgw.proposer.max_num_batched_tokens
-    method = config.draft_sample_method
-    if method != "greedy" and not vocabulary.takes_samples:
-        logger.warning(
-            "drafts that are text to another vocabulary are greedy",
-            extra={"draft_sample_method": method},
-        )
-        method = "greedy"
-    sampler = DraftSampler(method, args.specgw.proposer.max_draft_support)
     if not config.parallel_drafting:
         ahead = _run_ahead(args.specgw.proposer, runner)
-        return DraftModelDrafter(
-            runner, batched_tokens, vocabulary, sampler, grammars, run_ahead=ahead
-        )
+        return DraftModelDrafter(runner, batched_tokens, vocabulary, chooser, run_ahead=ahead)
     checkpoint = read_config(resolve_model(config.model))
     return ParallelDrafter(
         runner,
@@ -77,6 +70,5 @@ def load_model_drafter(args: EngineArgs) -> Drafter:
         mask_token_id=resolve_mask_token(config.model, checkpoint, runner.vocab_size),
         max_draft_tokens=args.max_draft_tokens,
         num_trained_tokens=trained_draft_tokens(checkpoint),
-        sampler=sampler,
-        grammars=grammars,
+        chooser=chooser,
     )

@@ -11,10 +11,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from proposer_svc.draft_grammar import DraftGrammars
+from proposer_svc.draft_chooser import DraftChooser, Place
 from proposer_svc.draft_model import DraftModelDrafter, completes, missing_chunk
 from proposer_svc.draft_rows import DraftRows
-from proposer_svc.draft_sampling import DraftSampler, DraftToken, row_sampling
 from proposer_svc.draft_vocabulary import DraftVocabulary
 from proposer_svc.session_table import Session
 from specgw.budget import mask_rows
@@ -39,8 +38,7 @@ class ParallelDrafter(DraftModelDrafter):
         mask_token_id: int,
         max_draft_tokens: int,
         num_trained_tokens: int | None = None,
-        sampler: DraftSampler | None = None,
-        grammars: DraftGrammars | None = None,
+        chooser: DraftChooser | None = None,
     ) -> None:
         """Takes a loaded model.
 
@@ -51,10 +49,9 @@ class ParallelDrafter(DraftModelDrafter):
             mask_token_id: The token that it reads as a place to fill; never drafted.
             max_draft_tokens: Most draft tokens that will be asked for.
             num_trained_tokens: Most draft tokens that it was trained for, if known.
-            sampler: How tokens are chosen; None for greedily.
-            grammars: Keeps drafts to the constraints of their requests; None drafts freely.
+            chooser: How tokens are chosen; None for greedily.
         """
-        super().__init__(runner, max_num_batched_tokens, vocabulary, sampler, grammars)
+        super().__init__(runner, max_num_batched_tokens, vocabulary, chooser)
         self._mask_token_id = mask_token_id
         self._max_block = max_draft_tokens
         if num_trained_tokens is not None and num_trained_tokens < max_draft_tokens:
@@ -83,13 +80,15 @@ class ParallelDrafter(DraftModelDrafter):
         if not ready:
             return []
         logits[:, self._mask_token_id] = -torch.inf  # [sum of num_wanted, vocab_size]
-        rows = [(one, offset) for one in ready for offset in range(one.session.num_wanted)]
-        tokens = iter(self._chosen(logits, rows))
+        places = [
+            Place(one, one, offset) for one in ready for offset in range(one.session.num_wanted)
+        ]
+        tokens = iter(self._chooser.choose(logits, places)[0])
         for one in ready:
             one.extend_block([next(tokens) for _ in range(one.session.num_wanted)])
         blocks = torch.split(logits, [one.session.num_wanted for one in ready])
         for one, block in zip(ready, blocks, strict=True):
-            if self._grammars is not None and self._grammars.applies_to(one.session):
+            if self._chooser.is_constrained(one.session):
                 self._draft_in_order(one, block)
         return ready
 
@@ -101,18 +100,9 @@ class ParallelDrafter(DraftModelDrafter):
         """Chooses a block's tokens anew, each among those that its constraint lets follow."""
         one.drafted.clear()
         for offset, row in enumerate(torch.split(rows, 1)):
-            one.extend_block(self._chosen(self._masked([(one, one)], row), [(one, offset)]))
+            one.extend_block(self._chooser.choose(row, [Place(one, one, offset)])[0])
             if not one.drafted.token_ids:
                 return
-
-    def _chosen(
-        self,
-        logits: Tensor,  # [num_rows, vocab_size]
-        rows: Sequence[tuple[DraftRows, int]],  # sessions, and draft tokens before the row's
-    ) -> list[DraftToken | None]:
-        limits = [one.num_choices for one, _ in rows]
-        sampling = [row_sampling(one.session.sampling, one.length, count) for one, count in rows]
-        return self._choose(logits, limits, sampling)[0]
 
     def _masked_chunk(self, one: DraftRows, rows: int) -> SequenceChunk:
         chunk = missing_chunk(one, rows)

@@ -60,9 +60,7 @@ def build_proposer(args: EngineArgs) -> "ProposerCore":
         raise ConfigError(["speculative_config: a proposer needs one: it names the draft model"])
     is_lookup = args.speculative_config.method in LOOKUP_METHODS
     drafter = _lookup_drafter(args) if is_lookup else _load_model_drafter(args)
-    config, max_sessions = args.speculative_config, args.specgw.proposer.max_sessions
-    sampling = config.draft_sample_method if config.has_draft_checkpoint else ""
-    return ProposerCore(drafter, args.max_draft_tokens, max_sessions, sampling)
+    return ProposerCore(drafter, args.max_draft_tokens, args.specgw.proposer.max_sessions)
 
 
 def _load_model_drafter(args: EngineArgs) -> Drafter:
@@ -97,14 +95,7 @@ class _Verifier:
 class ProposerCore:
     """Implements `specgw.link.Proposer` with a drafter. The caller's one thread owns it."""
 
-    def __init__(
-        self,
-        drafter: Drafter,
-        max_draft_tokens: int,
-        max_sessions: int,
-        draft_sample_method: str = "",
-    ) -> None:
-        """Takes a drafter; it says how that chooses tokens, if it has a choice."""
+    def __init__(self, drafter: Drafter, max_draft_tokens: int, max_sessions: int) -> None:
         self._drafter = drafter
         self._verifiers: dict[str, _Verifier] = {}
         self._table = SessionTable(max_sessions, drafter.close)
@@ -120,7 +111,7 @@ class ProposerCore:
             kv_lookahead_per_session=kv_lookahead(*slots),
             max_num_batched_tokens=drafter.max_num_batched_tokens,
             kv_capacity_tokens=drafter.kv_capacity_tokens,
-            draft_sample_method=draft_sample_method,
+            draft_sample_method=drafter.draft_sample_method,
             hidden=drafter.hidden,
             vocab_mapping=drafter.vocab_mapping,
         )
@@ -151,7 +142,7 @@ class ProposerCore:
                 length = commit.base_length + len(commit.token_ids)
                 refusals.append(DraftBlock(commit.session_id, length, reason=reason))
         for session_id in step.close:
-            self._table.remove(verifier_id, session_id)
+            self._table.end(verifier_id, session_id)
         return refusals
 
     def enter_thread(self) -> None:

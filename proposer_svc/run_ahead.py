@@ -14,6 +14,7 @@ from proposer_svc.branches import fan_out
 _WEIGHT = 0.05  # of the newest round in the rate of hits
 _MIN_HIT_RATE = 0.15  # below it pauses: a hit saves one drafting time, a miss costs part of one
 _MIN_WIDE_HIT_RATE = 0.4  # the same with several branches: if less, they come too late to be used
+_MOST_WIDER = 1.3  # a pass may take that many times what a narrow one does, if it must
 _SHORT_GAP_WEIGHT = 0.2  # of the newest gap, if it is shorter than the average
 _FIRST_GAP_S = 0.01  # before any is known
 _TRIAL_ROUNDS = 32  # before the rate counts
@@ -108,32 +109,29 @@ class PassCost:
             _DECAY * value + more for value, more in zip(sums, added, strict=True)
         )
 
-    def most_rows(self, pass_s: float) -> float:
-        """Returns how many rows a pass of that time has, at most twice as many as any had so far.
+    def most_rows(self, pass_s: float, num_narrow: int) -> float:
+        """Returns how many rows a pass may have to take so long, or little more than a narrow one.
 
-        So passes become wider step by step, and no wide one is tried that is known to be too slow.
+        At most twice as many as any had so far: passes become wider step by step, and no wide one
+        is tried that is known to be too slow.
         """
-        return min(self._rows_on_line(pass_s), 2.0 * self.most_seen)
-
-    def _rows_on_line(self, pass_s: float) -> float:
-        if not self.weight:
-            return float("inf")
-        mean_x, mean_y = self.x / self.weight, self.y / self.weight
-        variance = self.xx / self.weight - mean_x**2
-        if variance < 0.1:
-            return float("inf") if mean_y <= pass_s else mean_x
-        slope = (self.xy / self.weight - mean_x * mean_y) / variance
+        mean_x, mean_y = self.x / max(self.weight, 1.0), self.y / max(self.weight, 1.0)
+        variance = self.xx / max(self.weight, 1.0) - mean_x**2
+        slope = (self.xy / self.weight - mean_x * mean_y) / variance if variance > 0.1 else 0.0
+        at_most = 2.0 * max(self.most_seen, num_narrow)
         if slope <= 0:
-            return float("inf") if mean_y <= pass_s else mean_x
-        return mean_x + (pass_s - mean_y) / slope
+            return at_most
+        pass_s = max(pass_s, _MOST_WIDER * (mean_y + slope * (num_narrow - mean_x)))
+        return min(mean_x + (pass_s - mean_y) / slope, at_most)
 
 
 class RunAhead:
     """Decides how much to draft ahead, and switches itself off while that does not pay.
 
     One for all sessions. Branches are as many as the time between a block and the commit after it
-    has room for, by what passes with more rows are seen to take: where rows cost time, as on CPUs,
-    that is one, the block fully accepted and the draft's own guess after it.
+    has room for, or as cost next to nothing, by what passes with more rows are seen to take: where
+    rows cost time, as on CPUs, that is one, the block fully accepted and the draft's own guess
+    after it.
     """
 
     def __init__(
@@ -177,7 +175,8 @@ class RunAhead:
         num_branches = self._max_branches
         if num_branches > 1:
             # The guess after the whole block takes one pass more than the others.
-            num_rows = self.pass_cost.most_rows(self._gap_s / (num_draft_tokens + 1))
+            pass_s = self._gap_s / (num_draft_tokens + 1)
+            num_rows = self.pass_cost.most_rows(pass_s, num_sessions)
             num_branches = int(max(1, min(num_branches, num_rows / num_sessions)))
         self._is_wide = num_branches > 1
         outcomes = self.outcomes

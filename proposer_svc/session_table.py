@@ -27,8 +27,14 @@ class Session:
     structured_outputs: StructuredOutputsParams | None = None
     prompt_length: int = 0  # leading tokens that are no output
     num_wanted: int = 0  # draft tokens asked for; 0 while no block is
+    has_ended: bool = False  # its verifier closed it; else it may be opened anew
     hidden: HiddenStates | None = None  # the target's, as the newest commit brought them
     last_used: int = 0  # when a block was last asked for, by the table's count
+
+    @property
+    def temperature(self) -> float:
+        """That of the request; 0 is greedy."""
+        return 0.0 if self.sampling is None else self.sampling.temperature
 
 
 class SessionTable:
@@ -88,6 +94,12 @@ class SessionTable:
     def refusal(self, verifier_id: str, session_id: int) -> UndraftedReason:
         """Returns why a session is not held."""
         return self._refusals.get((verifier_id, session_id), UndraftedReason.RESYNC)
+
+    def end(self, verifier_id: str, session_id: int) -> None:
+        """Removes a session that its verifier has closed."""
+        if session := self.get(verifier_id, session_id):
+            session.has_ended = True
+        self.remove(verifier_id, session_id)
 
     def remove(self, verifier_id: str, session_id: int) -> None:
         """Frees a session's slot, if it is held, and forgets a refusal."""

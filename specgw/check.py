@@ -22,7 +22,7 @@ from specgw.slots import SLOTS_TABLE, extra_slots, kv_lookahead
 from specgw.supported import not_run_yet, without_effect
 from specgw.vllm_names import ALIASES
 from specgw.vocab import tokenizer_size, vocab_fingerprint
-from specgw.vocab_mapping import Coverage
+from specgw.vocab_mapping import Coverage, choose_methods
 
 _HIDDEN = "(hidden)"
 _WITHOUT_PROPOSER = (
@@ -145,7 +145,10 @@ class Report:
             return {}
         found = {**asdict(relation), "kinship": relation.kinship.value}
         if self.coverage is not None:
+            assert self.pair is not None
+            assert self.pair.drafting is not None
             found["coverage"] = asdict(self.coverage)
+            found["method"] = str(choose_methods(self.pair.drafting, self.coverage))
         return found
 
     @property

@@ -91,9 +91,11 @@ def _vocabulary_lines(report: Report) -> list[str]:
     if covered := found.get("coverage"):
         lines.append(
             f"{covered['num_common']} tokens stand for the same: {covered['of_target']:.1%} of the "
-            f"target's, {covered['of_draft']:.1%} of the draft's, about {covered['weighted']:.1%} "
-            "of what the draft writes"
+            f"target's, {covered['of_draft']:.1%} of the draft's; about "
+            f"{covered['of_target_text']:.1%} of what the target writes, "
+            f"{covered['of_draft_text']:.1%} of what the draft writes"
         )
+        lines.append(f"sessions are drafted for by {found['method']}")
     if mask := report.mask_token:
         lines.append(f"mask token {mask['id']} from {mask['field']}")
     return lines

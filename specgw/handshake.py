@@ -65,7 +65,9 @@ def greeting_mismatches(hello: Hello, ack: HelloAck) -> list[str]:
             f"slots: the verifier reckons with {hello.extra_slots_per_session} extra rows per "
             f"session, the proposer with {ack.extra_slots_per_session}"
         )
-    if len({hello.draft_sample_method, ack.draft_sample_method} - {""}) > 1:
+    # Text of another vocabulary is drafted greedily, whatever both are configured with.
+    is_text = ack.vocab_mapping is not None and ack.vocab_mapping.method == "string"
+    if not is_text and len({hello.draft_sample_method, ack.draft_sample_method} - {""}) > 1:
         mismatches.append(
             f"draft_sample_method: the verifier is configured with {hello.draft_sample_method}, "
             f"the proposer with {ack.draft_sample_method}"

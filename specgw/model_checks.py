@@ -15,7 +15,7 @@ from specgw.errors import ConfigError
 from specgw.method_detection import num_predicted_tokens
 from specgw.model_files import is_on_hub, read_config, resolve_model, weight_files
 from specgw.vocab import VocabKinship, VocabRelation, relate_vocabs
-from specgw.vocab_mapping import VocabMapping, choose_method, coverage_problems, load_mapping
+from specgw.vocab_mapping import VocabMapping, choose_methods, coverage_problems, load_mapping
 
 MASK_TOKEN_FIELDS = ("dflash_config.mask_token_id", "mask_token_id", "dspark_noise_token_id",
                      "pard_token", "ptd_token_id")  # fmt: skip
@@ -414,7 +414,7 @@ def _mapping_problems(pair: ModelPair, drafting: SpeculativeConfig) -> Sequence[
         return [f"speculative_config.use_heterogeneous_vocab: {one}" for one in error.problems]
     if mapping is None:
         return []
-    return coverage_problems(mapping.coverage, choose_method(drafting, mapping.coverage))
+    return coverage_problems(mapping.coverage, choose_methods(drafting, mapping.coverage))
 
 
 _CHECKS: tuple[Callable[[ModelPair], Iterator[str]], ...] = (

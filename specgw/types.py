@@ -21,6 +21,8 @@ PROTOCOL_VERSION = 1
 SIMULATED_DEVICE = "simulated"
 """The device of a model that is none: its tokens are invented."""
 
+MAX_TEMPERATURE = 2
+
 _INT64_MAX = 2**63 - 1
 
 
@@ -111,8 +113,8 @@ class SamplingParams:
         return (
             (
                 "temperature",
-                math.isfinite(self.temperature) and 0 <= self.temperature <= 2,
-                "must be in [0, 2]",
+                math.isfinite(self.temperature) and 0 <= self.temperature <= MAX_TEMPERATURE,
+                f"must be in [0, {MAX_TEMPERATURE}]",
             ),
             ("top_p", 0 < self.top_p <= 1, "must be in (0, 1]"),
             ("top_k", self.top_k >= -1, "must be at least 1, or 0 or -1 to switch it off"),

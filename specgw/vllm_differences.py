@@ -122,7 +122,8 @@ DIFFERENCES = (
     Difference(
         "vocab-probabilistic",
         "Refuses `draft_sample_method: probabilistic` with `use_heterogeneous_vocab`.",
-        "Accepts it, except with `heterogeneous_vocab_method: string`; `auto` is `token` then.",
+        "Accepts it, except with `heterogeneous_vocab_method: string`; with `auto`, sessions that "
+        "are drafted for by `token` have laws.",
         "Drafts of common tokens are drawn from a law over the target's ids: the ratio test holds.",
     ),
     Difference(

@@ -5,6 +5,8 @@ tells the coverage, and the proposer maps with it.
 """
 
 import hashlib
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,12 +16,14 @@ import numpy.typing as npt
 
 from specgw.speculative_config import SpeculativeConfig
 from specgw.spelling import Spelling, load_spelling
+from specgw.types import MAX_TEMPERATURE
 
 MIN_COVERAGE = 0.1
-"""Least share of the draft's text that the common tokens must make up, as `Coverage.weighted`."""
+"""Least `Coverage.of_draft_text` for drafts of common tokens."""
 
 _KEY = "speculative_config.heterogeneous_vocab_method"
-_ENOUGH_TO_COUPLE = 0.99  # of what the draft writes
+_ALL = 0.99  # of the target's text: as good as all of it
+_TEMPERATURE_PER_SHARE = 10  # what sampled drafts must gain for the text that tokens cannot draft
 _NOTHING = -1
 _PAIRED_ROLES = ("eos", "bos")
 
@@ -29,17 +33,19 @@ class Coverage:
     """How much two vocabularies have in common.
 
     Attributes:
-        num_common: Tokens that stand for the same in both.
-        of_target: Their share of the target's tokens.
-        of_draft: Their share of the draft's tokens.
-        weighted: Their share of the draft's text, if its tokens are as frequent as Zipf's law says
-            of their ids. Tokenizers number tokens in the order in which they were learned.
+        num_common: Tokens that stand for the same in both, special ones among them.
+        of_target: The share of the target's tokens for text that the draft has too.
+        of_draft: The share of the draft's tokens for text that the target has too.
+        of_draft_text: Their share of the draft's text, if its tokens are as frequent as Zipf's law
+            says of their ids. Tokenizers number tokens in the order in which they were learned.
+        of_target_text: Their share of the target's text, reckoned likewise.
     """
 
     num_common: int
     of_target: float
     of_draft: float
-    weighted: float
+    of_draft_text: float
+    of_target_text: float
 
 
 @dataclass(frozen=True)  # without slots, for what is computed once
@@ -62,14 +68,14 @@ class VocabMapping:
     def coverage(self) -> Coverage:
         """How much is in common."""
         is_common = self.draft_to_target >= 0
-        num_common = int(is_common.sum())
-        frequencies = 1 / np.arange(1, len(is_common) + 1)
-        frequencies[[i for i in range(len(is_common)) if i not in self.draft.token_bytes]] = 0
+        common_of_draft = set(np.flatnonzero(is_common).tolist()) & self.draft.token_bytes.keys()
+        common_of_target = set(self.draft_to_target.tolist()) & self.target.token_bytes.keys()
         return Coverage(
-            num_common,
-            num_common / max(len(self.target.token_bytes), 1),
-            num_common / max(len(self.draft.token_bytes), 1),
-            float(frequencies[is_common].sum() / max(frequencies.sum(), 1e-9)),
+            int(is_common.sum()),
+            len(common_of_target) / max(len(self.target.token_bytes), 1),
+            len(common_of_draft) / max(len(self.draft.token_bytes), 1),
+            _share_of_text(common_of_draft, self.draft),
+            _share_of_text(common_of_target, self.target),
         )
 
     @cached_property
@@ -116,6 +122,13 @@ def load_mapping(
     return map_vocabs(target, draft, target_size, draft_size)
 
 
+def _share_of_text(token_ids: Iterable[int], spelling: Spelling) -> float:
+    def total(ids: Iterable[int]) -> float:
+        return sum(1 / (token_id + 1) for token_id in sorted(ids))
+
+    return total(token_ids) / max(total(spelling.token_bytes), 1e-9)
+
+
 def _pair_markers(target: Spelling, draft: Spelling) -> dict[int, int]:
     """Returns the draft's id for special tokens of the target: by their text, else by role."""
     by_text = {text: token_id for token_id, text in draft.added_tokens.items()}
@@ -129,28 +142,61 @@ def _pair_markers(target: Spelling, draft: Spelling) -> dict[int, int]:
     return paired
 
 
-def choose_method(config: SpeculativeConfig, coverage: Coverage) -> str:
-    """Returns `token` or `string`, as configured or as `auto` has it.
+@dataclass(frozen=True, slots=True)
+class VocabMethods:
+    """Which sessions are drafted for by `token`: those from a temperature on; others by `string`.
 
-    Text makes longer blocks than single tokens do, but its drafts are greedy. Drafts that are
-    coupled gain where hardly a token is missing; those that need a law have one as tokens only.
+    Attributes:
+        token_from: That temperature: 0 for all sessions, infinite for none.
     """
-    if config.heterogeneous_vocab_method != "auto":
-        return config.heterogeneous_vocab_method
-    if config.draft_sample_method == "probabilistic":
-        return "token"
-    is_coupled = config.draft_sample_method == "coupled"
-    return "token" if is_coupled and coverage.weighted >= _ENOUGH_TO_COUPLE else "string"
+
+    token_from: float
+
+    def at(self, temperature: float) -> str:
+        """Returns the method for sessions of a temperature."""
+        return "token" if temperature >= self.token_from else "string"
+
+    @property
+    def all(self) -> Sequence[str]:
+        """Those in use."""
+        return list(dict.fromkeys((self.at(0), self.at(MAX_TEMPERATURE))))
+
+    @property
+    def summary(self) -> str:
+        """The method in use, or `auto` for both."""
+        return self.all[0] if len(self.all) == 1 else "auto"
+
+    def __str__(self) -> str:
+        if len(self.all) == 1:
+            return self.summary
+        return f"string, from temperature {self.token_from:.2f} on token"
 
 
-def coverage_problems(coverage: Coverage, method: str) -> list[str]:
-    """Returns why vocabularies have too little in common for `token` or `string`."""
+def choose_methods(config: SpeculativeConfig, coverage: Coverage) -> VocabMethods:
+    """Returns the methods as configured, or as `auto` has it from what was measured.
+
+    Text can draft what is no token of both, but its drafts are greedy: the hotter a request is, the
+    more do tokens gain that are drawn with its own random numbers, or from a law. Where nothing is
+    lost by tokens, they take fewer passes. docs/benchmarks.md has what was measured.
+    """
+    method = config.heterogeneous_vocab_method
+    if method != "auto":
+        return VocabMethods(0.0 if method == "token" else math.inf)
+    if coverage.of_target_text >= _ALL:
+        return VocabMethods(0.0)
+    if config.draft_sample_method == "greedy":
+        return VocabMethods(math.inf)
+    return VocabMethods(_TEMPERATURE_PER_SHARE * (1 - coverage.of_target_text))
+
+
+def coverage_problems(coverage: Coverage, methods: VocabMethods) -> list[str]:
+    """Returns why vocabularies have too little in common for the methods chosen."""
     if not coverage.num_common:
         return [f"{_KEY}: the two vocabularies have no token in common, not even a byte"]
-    if method == "token" and coverage.weighted < MIN_COVERAGE:
+    if "token" in methods.all and coverage.of_draft_text < MIN_COVERAGE:
         return [
             f"{_KEY}: token drafts what is a token of both models: {coverage.num_common} tokens, "
-            f"about {coverage.weighted:.1%} of what the draft writes; it needs {MIN_COVERAGE:.0%}; "
-            "string needs less, for drafts that are not probabilistic"
+            f"about {coverage.of_draft_text:.1%} of what the draft writes; it needs "
+            f"{MIN_COVERAGE:.0%}; string needs less, for drafts that are not probabilistic"
         ]
     return []

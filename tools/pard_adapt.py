@@ -41,6 +41,12 @@ _TEXT_KEYS = ("text", "prompt", "content")
     required=True,
     help="Text as the target will see it: .jsonl with a text or prompt in each line, or plain.",
 )
+@click.option(
+    "--held-out",
+    "held_out_file",
+    type=click.Path(exists=True, path_type=Path),
+    help="Text that the table at the end is measured on; default: the end of --text.",
+)
 @click.option("--out", type=click.Path(path_type=Path), required=True)
 @click.option("--work", type=click.Path(path_type=Path), help="Default: OUT with .work added.")
 @click.option("--num-tokens", default=8, show_default=True, help="Draft tokens of one pass.")
@@ -60,6 +66,7 @@ def main(
     draft: str,
     target: str | None,
     files: Sequence[Path],
+    held_out_file: Path | None,
     out: Path,
     work: Path | None,
     num_tokens: int,
@@ -88,7 +95,13 @@ def main(
     places = Places(mask_id, num_tokens)
     judge = _load_target(target, source, device)
     length = prompt_length + continuation_length
-    learnt, held_out = _split(_encode(files, source), num_held_out * (prompt_length + 1))
+    learnt = _encode(files, source)
+    num_held_out_tokens = (num_held_out + 1) * prompt_length
+    if held_out_file is None:
+        learnt, held_out = _split(learnt, num_held_out_tokens)
+    else:
+        held_out = _encode([held_out_file], source)
+        _check_length("--held-out", held_out, num_held_out_tokens)
     rollouts: Rollouts
     if target is None:
         rollouts = as_written(Windows(learnt, length + 1, num_rollouts, seed).batch(0))
@@ -103,7 +116,7 @@ def main(
         seed,
     )
     adapt(model, rollouts, places, lessons, work / "pard.pt")
-    prompts = held_out[: num_held_out * prompt_length].view(-1, prompt_length)
+    prompts = Windows(held_out, prompt_length, num_held_out, seed).batch(0)
     answers = reference(judge, prompts, continuation_length)
     before = autoregressive(load_draft(source, device), answers)
     drafts = {"autoregressive, before": before, "parallel": parallel(model, answers, mask_id)}
@@ -147,11 +160,13 @@ def _texts(file: Path) -> list[str]:
 
 def _split(stream: Tensor, num_held_out: int) -> tuple[Tensor, Tensor]:
     """Holds the stream's end out."""
-    if len(stream) < 4 * num_held_out:
-        raise click.UsageError(
-            f"--text: {len(stream)} tokens are too few to hold {num_held_out} of them out"
-        )
+    _check_length("--text", stream, 4 * num_held_out)
     return stream[:-num_held_out], stream[-num_held_out:]
+
+
+def _check_length(option: str, stream: Tensor, needed: int) -> None:
+    if len(stream) < needed:
+        raise click.UsageError(f"{option}: has {len(stream)} tokens, must have at least {needed}")
 
 
 if __name__ == "__main__":

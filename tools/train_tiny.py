@@ -6,6 +6,7 @@
 Stages: tokenizers, target, rollouts (text that the target writes), draft, pard, foreign, evaluate.
 """
 
+import json
 import logging
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,14 +14,14 @@ from pathlib import Path
 
 import click
 import torch
+from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
+from tools import pard_adapt
 from tools.acceptance import autoregressive, parallel, print_acceptance, reference
 from tools.pard import rollouts
-from tools.pard.adaptation import Lessons, adapt, load_draft, save
-from tools.pard.layout import Places
 from tools.tiny import distill, evaluation, foreign
 from tools.tiny.corpus import Windows, encode_files, load_corpus
 from tools.tiny.model import Shape, TinyLlama, Vocabulary, deepen, export
@@ -34,7 +35,9 @@ from tools.tiny.tokenizers import (
     load_or_train,
     tokenizer_config,
 )
-from tools.training import Batch, Schedule, load_weights, micro_batches, train
+from tools.training import Batch, Schedule, micro_batches, train
+
+logger = logging.getLogger(__name__)
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -163,14 +166,37 @@ def train_draft(recipe: Recipe) -> None:
 
 
 def train_pard(recipe: Recipe) -> None:
-    """Adapts the draft, deepened, as `tools/pard_adapt.py` adapts any model."""
-    draft = load_weights(TinyLlama(DRAFT, recipe.seed), recipe.checkpoint("draft"))
-    source = recipe.work / "deep_draft"
-    export(deepen(draft, PARD), recipe.vocabulary(), source)
-    model, places = load_draft(source), Places(MASK_ID)
-    lessons = Lessons(recipe.schedule("pard", decay=0.7), seed=recipe.seed)
-    adapt(model, recipe.rollouts, places, lessons, recipe.checkpoint("pard"))
-    save(model, places, source, recipe.out / "pard")
+    """Doubles the layers of the draft and runs `tools/pard_adapt.py` on the result."""
+    draft = TinyLlama(DRAFT, recipe.seed)
+    draft.load_state_dict(load_file(recipe.out / "draft" / "model.safetensors"))
+    tokenizer = recipe.out / "draft" / "tokenizer.json"
+    vocabulary = Vocabulary(tokenizer, tokenizer_config(foreign=False), END_ID)
+    export(deepen(draft, PARD), vocabulary, recipe.work / "deep_draft")
+    corpus = load_corpus()
+    arguments = {
+        "--draft": recipe.work / "deep_draft",
+        "--target": recipe.out / "target",
+        "--text": write_texts(recipe.work / "train.jsonl", corpus.train),
+        "--held-out": write_texts(recipe.work / "held_out.jsonl", corpus.held_out),
+        "--out": recipe.out / "pard",
+        "--work": recipe.work,  # with the rollouts that the draft learnt from
+        "--mask-token-id": MASK_ID,
+        "--learning-rate": 4e-3,
+        "--steps": recipe.scaled(STEPS["pard"]),
+        "--num-rollouts": recipe.scaled(NUM_ROLLOUTS),
+        "--num-held-out": evaluation.NUM_PROMPTS,
+        "--seed": recipe.seed,
+    }
+    command = [f"{name}={value}" for name, value in arguments.items()]
+    logger.info("python -m tools.pard_adapt %s", " ".join(command))
+    pard_adapt.main(command, standalone_mode=False)
+
+
+def write_texts(path: Path, texts: tuple[str, ...]) -> Path:
+    """Writes texts as `tools/pard_adapt.py` reads them, and returns where."""
+    lines = (json.dumps({"text": text}) + "\n" for text in texts)
+    path.write_text("".join(lines), encoding="utf-8")
+    return path
 
 
 def train_foreign(recipe: Recipe) -> None:

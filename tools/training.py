@@ -166,11 +166,6 @@ def train(
     return losses
 
 
-def load_weights(model: Model, checkpoint: Path) -> Model:
-    model.load_state_dict(torch.load(checkpoint, weights_only=True)["model"])
-    return model
-
-
 def micro_batches(*tensors: Tensor, size: int) -> list[Batch]:
     """Splits tensors along their first dimension into micro-batches of `size` sequences."""
     return list(zip(*(torch.split(tensor, size) for tensor in tensors), strict=True))

@@ -404,6 +404,16 @@ def _capacity_key(options: ModelOptions, device: torch.device) -> str:
     return f"specgw.{options.section}.cpu_memory_fraction"
 
 
+def load_eos_token_ids(model: str) -> tuple[int, ...]:
+    """Returns the tokens that end a model's output, from its files; no weights are needed.
+
+    Raises:
+        ConfigError: if there is no such model, or its configuration cannot be used.
+    """
+    model_dir = resolve_model(model, with_weights=False)
+    return _eos_token_ids(model_dir, _read_config(model_dir))
+
+
 def _eos_token_ids(model_dir: Path, config: PreTrainedConfig) -> tuple[int, ...]:
     file = model_dir / "generation_config.json"
     generation = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}

@@ -37,11 +37,15 @@ class ContextLookup(Protocol):
 
         The work depends on what was appended since the last call, not on the context's length. It
         is bounded: of a long prompt, a call reads `MAX_NEW_TOKENS` at most, and what is found in
-        the context counts once all of it is read.
+        the context counts once all of it is read. Of earlier answers that are new, all contexts
+        together read as much.
         """
 
-    def close(self) -> None:
-        """Ends the context. What is remembered of it stays."""
+    def close(self, *, remember: bool = True) -> None:
+        """Ends the context. A method that remembers answers does so, unless told not to.
+
+        It takes a short time, however long the answer is: later calls of `find` read it.
+        """
 
 
 class Lookup(Protocol):

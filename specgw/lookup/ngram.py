@@ -60,7 +60,7 @@ class NgramContext:
                 return Match(copied(token_ids, end, max_tokens), length)
         return NO_MATCH
 
-    def close(self) -> None:
+    def close(self, *, remember: bool = True) -> None:
         self._ends.clear()
 
     def _extend(self) -> bool:

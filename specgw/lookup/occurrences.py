@@ -6,20 +6,27 @@ from collections.abc import Sequence
 from specgw.lookup.ngram import ngram_hashes
 
 _SIZES = (8, 4, 2, 1)  # of the n-grams that are entered; longer matches are found among the first
+_COMPACT_AT = 8  # deleted once they are this part of the text: to delete from its start takes long
 
 
 class OccurrenceIndex:
     """Chains of occurrences, one for each n-gram of a few sizes, as in LZ77 compressors.
 
     Attributes:
-        token_ids: The text. The caller appends to it; `extend` enters what is new.
+        token_ids: The text. The caller appends to it; `extend` enters what is new. Its first tokens
+            may be some that were dropped.
     """
 
     def __init__(self, token_ids: list[int]) -> None:
         self.token_ids = token_ids
-        self._num_dropped = 0  # positions in the chains count from the first token ever
+        self._num_deleted = 0  # positions in the chains count from the first token ever
+        self._num_stale = 0  # leading tokens that are dropped and not yet deleted
         self._latest: dict[int, dict[int, int]] = {size: {} for size in _SIZES}
         self._earlier: dict[int, array[int]] = {size: array("q", [0]) for size in _SIZES}
+
+    def __len__(self) -> int:
+        """Tokens that are not dropped."""
+        return len(self.token_ids) - self._num_stale
 
     def extend(self, max_tokens: int | None = None) -> bool:
         """Enters the n-grams that end in tokens that something follows by now.
@@ -40,7 +47,7 @@ class OccurrenceIndex:
             first = len(earlier)
             if first > last:
                 continue
-            position = self._num_dropped + first
+            position = self._num_deleted + first
             for ngram in ngram_hashes(self.token_ids[first - size : last], size):
                 earlier.append(latest.get(ngram, 0))
                 latest[ngram] = position
@@ -63,22 +70,30 @@ class OccurrenceIndex:
 
     def drop(self, count: int) -> None:
         """Forgets the first `count` tokens, and every n-gram that one of them is in."""
+        first = self._num_stale
+        self._num_stale += count
         for size, latest in self._latest.items():
-            hashes = ngram_hashes(self.token_ids[: count + size - 1], size)
-            for end, ngram in enumerate(hashes, start=self._num_dropped + size):
+            hashes = ngram_hashes(self.token_ids[first : self._num_stale + size - 1], size)
+            for end, ngram in enumerate(hashes, start=self._num_deleted + first + size):
                 if latest.get(ngram) == end:
                     del latest[ngram]
-            del self._earlier[size][:count]
-        del self.token_ids[:count]
-        self._num_dropped += count
+        if self._num_stale * _COMPACT_AT >= len(self.token_ids):
+            self._delete_stale()
+
+    def _delete_stale(self) -> None:
+        for earlier in self._earlier.values():
+            del earlier[: self._num_stale]
+        del self.token_ids[: self._num_stale]
+        self._num_deleted += self._num_stale
+        self._num_stale = 0
 
     def _chain(self, ngram: Sequence[int], limit: int) -> list[int]:
         size = len(ngram)
         found: list[int] = []
-        end = self._latest[size].get(hash(tuple(ngram)), 0) - self._num_dropped
-        while end >= size and len(found) < limit:
+        end = self._latest[size].get(hash(tuple(ngram)), 0) - self._num_deleted
+        while end >= self._num_stale + size and len(found) < limit:
             if self.token_ids[end - size : end] != ngram:  # another one with the same hash
                 break
             found.append(end)
-            end = self._earlier[size][end] - self._num_dropped
+            end = self._earlier[size][end] - self._num_deleted
         return found

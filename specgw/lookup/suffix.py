@@ -47,6 +47,7 @@ class SuffixLookup:
         self, token_ids: list[int], prompt_length: int, *, is_private: bool = False
     ) -> "SuffixContext":
         answers = _RememberedAnswers(0) if is_private else self._answers
+        answers.num_readers += 1
         return SuffixContext(token_ids, prompt_length, self._settings, answers)
 
 
@@ -70,14 +71,17 @@ class SuffixContext:
 
     def find(self, max_tokens: int) -> Match:
         has_read_all = self._own.extend(MAX_NEW_TOKENS)
+        self._answers.read()
         pattern = self._token_ids[-self._depth :]
         own = self._best(self._own, pattern, max_tokens) if has_read_all else _Draft()
         other = self._best(self._answers.index, pattern, max_tokens)
         best = own if own.score >= other.score else other
         return Match(best.token_ids, best.length) if best.token_ids else NO_MATCH
 
-    def close(self) -> None:
-        self._answers.remember(self._token_ids[self._prompt_length :])
+    def close(self, *, remember: bool = True) -> None:
+        self._answers.num_readers -= 1
+        if remember:
+            self._answers.remember(self._token_ids[self._prompt_length :])
 
     def _best(self, index: OccurrenceIndex, pattern: Sequence[int], max_tokens: int) -> "_Draft":
         """Returns the draft with the best score; of equal ones that of the longest match."""
@@ -103,27 +107,75 @@ class _Draft:
 
 
 class _RememberedAnswers:
-    """The latest answers one after another, the oldest of them dropped first."""
+    """The latest answers one after another, the oldest of them dropped first.
+
+    A long answer is read, and dropped, piece by piece while others are drafted for.
+
+    Attributes:
+        index: What is read of them.
+        num_readers: Contexts that call `read` in each round.
+    """
 
     def __init__(self, max_answers: int) -> None:
-        self._max_answers = max_answers
-        self._lengths: deque[int] = deque()
         self.index = OccurrenceIndex([])
+        self.num_readers = 0
+        self._max_answers = max_answers
+        self._lengths: deque[int] = deque()  # of answers in the index, as far as they are there
+        self._unread: deque[Sequence[int]] = deque()
+        self._num_read = 0  # tokens of the first of those that are in the index
 
     def remember(self, token_ids: Sequence[int]) -> None:
         """Adds an answer, if any are to be remembered."""
         token_ids = token_ids[-_MAX_REMEMBERED_TOKENS + 1 :]
         if not token_ids or not self._max_answers:
             return
-        num_tokens = len(token_ids) + 1
-        while self._lengths and (
-            len(self._lengths) >= self._max_answers
-            or len(self.index.token_ids) + num_tokens > _MAX_REMEMBERED_TOKENS
-        ):
-            self.index.drop(self._lengths.popleft())
-        self._lengths.append(num_tokens)
-        self.index.token_ids += [*token_ids, _END_OF_ANSWER]
+        self._unread.append([*token_ids, _END_OF_ANSWER])
+        while len(self._unread) > self._max_answers or self._num_unread > _MAX_REMEMBERED_TOKENS:
+            self._end_reading()
+
+    def read(self) -> None:
+        """Reads as much of new answers as a context may in its turn, and drops as much of old."""
+        num_tokens = MAX_NEW_TOKENS // max(self.num_readers, 1) + 1
+        self._enter(num_tokens)
+        self._drop(num_tokens)
+
+    @property
+    def _num_unread(self) -> int:
+        return sum(map(len, self._unread)) - self._num_read
+
+    def _enter(self, max_tokens: int) -> None:
+        while self._unread and max_tokens > 0:
+            piece = self._unread[0][self._num_read : self._num_read + max_tokens]
+            if not self._num_read:
+                self._lengths.append(0)
+            self._lengths[-1] += len(piece)
+            self._num_read += len(piece)
+            max_tokens -= len(piece)
+            self.index.token_ids += piece
+            if self._num_read == len(self._unread[0]):
+                self._end_reading()
         self.index.extend()
+
+    def _end_reading(self) -> None:
+        answer = self._unread.popleft()
+        if 0 < self._num_read < len(answer):  # there was no time for the rest of it
+            self.index.token_ids.append(_END_OF_ANSWER)
+            self._lengths[-1] += 1
+        self._num_read = 0
+
+    def _drop(self, max_tokens: int) -> None:
+        while self._lengths:
+            surplus = len(self.index) - _MAX_REMEMBERED_TOKENS
+            if len(self._lengths) > self._max_answers:
+                surplus = self._lengths[0]
+            count = min(surplus, self._lengths[0], max_tokens)
+            if count <= 0:
+                return
+            self.index.drop(count)
+            max_tokens -= count
+            self._lengths[0] -= count
+            if not self._lengths[0]:
+                self._lengths.popleft()
 
 
 def _max_drafts(settings: SuffixSettings) -> Sequence[int]:

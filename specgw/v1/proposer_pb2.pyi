@@ -154,7 +154,8 @@ class Hello(_message.Message):
     """
     draft_sample_method: _builtins.str
     """How draft tokens are chosen, under vLLM's name (`greedy`, `probabilistic`) or `coupled`, as the verifier is
-    configured. Another than the proposer's is refused. Empty means any.
+    configured. Another than the proposer's is refused, unless all that it drafts is text of another vocabulary. Empty
+    means any.
     """
     @_builtins.property
     def target_model(self) -> _types_pb2.ModelDescription:
@@ -261,7 +262,9 @@ class HelloAck(_message.Message):
     kv_capacity_tokens: _builtins.int
     """Capacity of the KV cache in tokens."""
     draft_sample_method: _builtins.str
-    """How draft tokens are chosen. Empty if the method has no choice."""
+    """How draft tokens are chosen. Text of another vocabulary is drafted greedily whatever this says, as `rule` of each
+    block tells; if there is nothing but text, it is `greedy`. Empty if the method has no choice.
+    """
     @_builtins.property
     def draft_model(self) -> _types_pb2.ModelDescription:
         """The draft model."""
@@ -312,8 +315,8 @@ class VocabMapping(_message.Message):
     TARGET_COVERAGE_FIELD_NUMBER: _builtins.int
     DRAFT_COVERAGE_FIELD_NUMBER: _builtins.int
     method: _builtins.str
-    """The method: `token` maps each token to one that stands for the same, `string` tokenizes the drafted text anew.
-    More may be added.
+    """The method: `token` maps each token to one that stands for the same, `string` tokenizes the drafted text anew,
+    `auto` is one or the other for each session. More may be added.
     """
     fingerprint: _builtins.str
     """SHA-256, in hex, of the target's id for each of the draft's ids (int64, little-endian, -1 for none)."""

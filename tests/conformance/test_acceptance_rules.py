@@ -8,6 +8,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from proposer_svc.draft_chooser import DraftChooser
 from proposer_svc.draft_model import DraftModelDrafter
 from proposer_svc.draft_sampling import DraftSampler
 from proposer_svc.proposer import ProposerCore
@@ -38,7 +39,8 @@ def twin(random_model_dir: Path, single_thread: None) -> ModelRunner:
 
 
 def probabilistic(runner: ModelRunner, max_support: int = 1_000) -> InProcessLink:
-    drafter = DraftModelDrafter(runner, 512, sampler=DraftSampler("probabilistic", max_support))
+    sampler = DraftSampler("probabilistic", max_support)
+    drafter = DraftModelDrafter(runner, 512, chooser=DraftChooser(sampler))
     return InProcessLink(ProposerCore(drafter, 4, max_sessions=64))
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from proposer_svc.draft_chooser import DraftChooser
 from proposer_svc.draft_model import DraftModelDrafter
 from proposer_svc.draft_sampling import DraftSampler
 from proposer_svc.proposer import ProposerCore
@@ -59,8 +60,10 @@ class AheadLink(InProcessLink):
 def link(runner: ModelRunner, method: str, max_branches: int) -> tuple[AheadLink, RunAhead]:
     ahead = RunAhead(max_branches > 0, max(max_branches, 1), clock=lambda: 0.0)
     ahead.pass_cost.observe(10_000, 0.0)  # rows are known to be free
-    drafter = DraftModelDrafter(runner, 2048, sampler=DraftSampler(method), run_ahead=ahead)
-    core = ProposerCore(drafter, 4, max_sessions=16, draft_sample_method=method)
+    drafter = DraftModelDrafter(
+        runner, 2048, chooser=DraftChooser(DraftSampler(method)), run_ahead=ahead
+    )
+    core = ProposerCore(drafter, 4, max_sessions=16)
     return AheadLink(core), ahead
 
 

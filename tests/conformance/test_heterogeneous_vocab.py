@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import GPT2Config
 
-from proposer_svc.foreign_vocabulary import FOREIGN_VOCABULARIES
+from proposer_svc.foreign_vocabulary import SESSION_VOCABULARIES
 from proposer_svc.proposer import ProposerCore, build_proposer
 from specgw.config import parse_config
 from specgw.engine.loading import ModelOptions, load_model
@@ -65,23 +65,30 @@ def any_target(request: pytest.FixtureRequest, single_thread: None) -> ModelRunn
 
 
 def load_target(name: str) -> ModelRunner:
-    return load_model(ModelOptions(f"tiny/{name}", dtype="float32", kv_cache_tokens=8192))
+    return load_model(ModelOptions(path_of(name), dtype="float32", kv_cache_tokens=8192))
 
 
-def proposer(target: str, draft: str, method: str, k: int = 4, **drafting: Any) -> ProposerCore:
+def path_of(name: str) -> str:
+    """Returns a model's name: a path as it is, or that of a bundled one."""
+    return name if "/" in name else f"tiny/{name}"
+
+
+def proposer(
+    target: str, draft: str, method: str, k: int = 4, run_ahead: str = "off", **drafting: Any
+) -> ProposerCore:
     return build_proposer(
         parse_config(
             {
-                "model": f"tiny/{target}",
+                "model": path_of(target),
                 "dtype": "float32",
                 "speculative_config": {
-                    "model": draft if "/" in draft else f"tiny/{draft}",
+                    "model": path_of(draft),
                     "num_speculative_tokens": k,
                     "use_heterogeneous_vocab": True,
                     "heterogeneous_vocab_method": method,
                     **drafting,
                 },
-                "specgw": {"proposer": {"kv_cache_tokens": 8192}},
+                "specgw": {"proposer": {"kv_cache_tokens": 8192, "run_ahead": run_ahead}},
             }
         )
     )
@@ -183,7 +190,7 @@ def test_a_round_feeds_what_is_new_however_long_the_context(
 def test_no_id_that_means_nothing_is_drafted(method: str) -> None:
     runner = load_target("target")
     mapping = mapping_of(runner, load_target("foreign"))
-    vocabulary = FOREIGN_VOCABULARIES[method](mapping, runner.description.vocab_fingerprint)
+    vocabulary = SESSION_VOCABULARIES[method](mapping)
     means_text = {*mapping.draft.token_bytes, *mapping.markers.values()}
 
     choices = vocabulary.choices(torch.zeros(1, 1792))[0].isfinite().nonzero().squeeze(1)
@@ -194,15 +201,16 @@ def test_no_id_that_means_nothing_is_drafted(method: str) -> None:
 
 
 @both_methods
+@both_ways
 def test_a_draft_with_learned_positions_takes_contexts_of_another_length(
-    method: str, tmp_path: Path, single_thread: None
+    target: str, draft: str, method: str, tmp_path: Path, single_thread: None
 ) -> None:
     config = GPT2Config(vocab_size=2048, n_positions=96, n_embd=32, n_layer=2, n_head=4)
     directory = save_checkpoint(config, tmp_path / "gpt2")
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        (directory / name).write_bytes((TINY / "target" / name).read_bytes())
-    runner = load_target("foreign")
-    core = proposer("foreign", str(directory), method)
+        (directory / name).write_bytes((TINY / draft / name).read_bytes())
+    runner = load_target(target)
+    core = proposer(target, str(directory), method)
     asked = [*prompts(runner), prompts(runner)[0] * 4]
     answers = plain_answers(runner, asked)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from proposer_svc.draft_chooser import DraftChooser
 from proposer_svc.draft_model import DraftModelDrafter
 from proposer_svc.draft_sampling import DraftSampler
 from proposer_svc.proposer import ProposerCore
@@ -58,8 +59,8 @@ def answers(random_runner: ModelRunner) -> Answers:
 
 
 def coupled(runner: ModelRunner, max_draft_tokens: int = 4) -> ProposerCore:
-    drafter = DraftModelDrafter(runner, 512, sampler=DraftSampler("coupled"))
-    return ProposerCore(drafter, max_draft_tokens, max_sessions=64, draft_sample_method="coupled")
+    drafter = DraftModelDrafter(runner, 512, chooser=DraftChooser(DraftSampler("coupled")))
+    return ProposerCore(drafter, max_draft_tokens, max_sessions=64)
 
 
 def text(verifier: InlineVerifier, params: SamplingParams = PARAMS) -> list[list[int]]:

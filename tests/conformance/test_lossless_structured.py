@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from proposer_svc.draft_chooser import DraftChooser
 from proposer_svc.draft_grammar import DraftGrammars
 from proposer_svc.draft_model import DraftModelDrafter
 from proposer_svc.proposer import ProposerCore
@@ -273,7 +274,8 @@ def test_a_draft_that_is_the_target_is_always_accepted_under_a_constraint(
     grammars: GrammarCompiler,
 ) -> None:
     twin = load_model(ModelOptions(str(random_model_dir), dtype="float32", kv_cache_tokens=4096))
-    drafter = DraftModelDrafter(twin, 512, grammars=DraftGrammars(grammars, InlineExecutor()))
+    chooser = DraftChooser(grammars=DraftGrammars(grammars, InlineExecutor()))
+    drafter = DraftModelDrafter(twin, 512, chooser=chooser)
     verifier = InlineVerifier(
         random_runner,
         [InProcessLink(ProposerCore(drafter, num_draft_tokens, max_sessions=64))],

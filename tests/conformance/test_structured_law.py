@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from proposer_svc.draft_chooser import DraftChooser
 from proposer_svc.draft_grammar import DraftGrammars
 from proposer_svc.draft_model import DraftModelDrafter
 from proposer_svc.draft_sampling import DraftSampler
@@ -49,7 +50,9 @@ def answers(
     runner: ModelRunner, draft: ModelRunner, grammars: GrammarCompiler, rule: str, is_masked: bool
 ) -> list[Answer]:
     masks = DraftGrammars(grammars, InlineExecutor()) if is_masked else None
-    drafter = DraftModelDrafter(draft, 512, sampler=DraftSampler("probabilistic"), grammars=masks)
+    drafter = DraftModelDrafter(
+        draft, 512, chooser=DraftChooser(DraftSampler("probabilistic"), masks)
+    )
     verifier = InlineVerifier(
         runner,
         [InProcessLink(ProposerCore(drafter, 2, max_sessions=64))],

@@ -13,16 +13,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from proposer_svc.foreign_vocabulary import FOREIGN_VOCABULARIES
+from proposer_svc.foreign_vocabulary import SESSION_VOCABULARIES
 from proposer_svc.proposer import ProposerCore
 from proposer_svc.session_table import Session
-from specgw.check import check
+from specgw.check import Report, check
 from specgw.check_report import as_text
 from specgw.engine.model_runner import ModelRunner, SequenceChunk
 from specgw.errors import IncompatibleModels
 from specgw.handshake import build_hello
 from specgw.link import InProcessLink
-from specgw.types import DraftBlock, SamplingParams, SpeculationStats
+from specgw.types import DraftBlock, SamplingParams, SpeculationStats, UndraftedReason
 from tests.conformance.test_heterogeneous_vocab import (
     TEXTS,
     TINY,
@@ -76,14 +76,19 @@ def draft_variant(folder: Path, rename: Callable[[dict[str, int]], dict[str, int
 
 
 def padded_variant(folder: Path, name: str, vocab_size: int) -> str:
-    """Saves a bundled model with more rows in its embedding, which would win if they counted."""
+    """Saves a bundled model with more rows in its embedding: a draft's would win if they counted.
+
+    A target's are its own business: here they never win.
+    """
+    fill = 0.0 if name == "target" else 9.0
     folder.mkdir()
     for file in (TINY / name).iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
     weights = load_file(folder / "model.safetensors")
     for key, tensor in weights.items():
         if "embed_tokens" in key or "lm_head" in key:
-            more = torch.full((vocab_size - len(tensor), tensor.shape[1]), 9.0, dtype=tensor.dtype)
+            shape = vocab_size - len(tensor), tensor.shape[1]
+            more = torch.full(shape, fill, dtype=tensor.dtype)
             weights[key] = torch.cat([tensor, more])
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
@@ -133,20 +138,25 @@ def raw_config(draft: str, **drafting: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("use_heterogeneous_vocab", [False, True])
+@pytest.mark.parametrize(("target_size", "draft_size"), [(2048, 2304), (2176, 2304), (2304, 2048)])
 def test_v1_padding_of_either_embedding_changes_nothing(
-    use_heterogeneous_vocab: bool, tmp_path: Path
+    target_size: int, draft_size: int, use_heterogeneous_vocab: bool, tmp_path: Path
 ) -> None:
-    target = load_target("target")
-    context = prompts(target)[0]
-    draft = padded_variant(tmp_path / "draft", "draft", 2304)
-    unpadded = answer(target, proposer("target", "draft", "auto"), context)
-
-    padded = answer(
-        target,
-        proposer("target", draft, "auto", use_heterogeneous_vocab=use_heterogeneous_vocab),
-        context,
+    unpadded_target = load_target("target")
+    context = prompts(unpadded_target)[0]
+    target_name, draft_name = (
+        name if size == 2048 else padded_variant(tmp_path / name, name, size)
+        for name, size in (("target", target_size), ("draft", draft_size))
+    )
+    target = load_target(target_name)
+    unpadded = answer(unpadded_target, proposer("target", "draft", "auto"), context)
+    core = proposer(
+        target_name, draft_name, "auto", use_heterogeneous_vocab=use_heterogeneous_vocab
     )
 
+    padded = answer(target, core, context)
+
+    assert core.offer.vocab_mapping is None
     assert padded.token_ids == unpadded.token_ids
     assert stats(padded).accepted_per_position == stats(unpadded).accepted_per_position
 
@@ -198,6 +208,18 @@ def test_v3_a_pair_that_differs_in_half_is_refused_with_the_count(tmp_path: Path
     [problem] = check(raw_config(draft_variant(tmp_path / "draft", rename))).problems
 
     assert "with other tokens under 1024 ids" in problem
+
+
+def test_v4_a_pair_that_does_not_work_together_is_served_without_drafts() -> None:
+    """SentencePiece target, byte-level draft; mapped, they work: `test_heterogeneous_vocab.py`."""
+    target = load_target("foreign")
+    core = proposer("foreign", "draft", "auto", use_heterogeneous_vocab=False)
+
+    found = answer(target, core, prompts(target)[0])
+
+    assert found.token_ids == plain(target, prompts(target)[0])
+    assert stats(found).draft_count == 0
+    assert stats(found).undrafted[UndraftedReason.UNAVAILABLE] > 60
 
 
 def test_v5_two_identical_tokenizers_behave_as_without_the_key() -> None:
@@ -256,7 +278,7 @@ def test_v8_text_that_only_the_target_has_tokens_for_is_retokenized(method: str)
 def test_v10_a_drafted_id_is_the_targets_or_is_not_sent(method: str) -> None:
     target, draft = load_target("target"), load_target("foreign")
     mapping = mapping_of(target, draft)
-    vocabulary = FOREIGN_VOCABULARIES[method](mapping, target.description.vocab_fingerprint)
+    vocabulary = SESSION_VOCABULARIES[method](mapping)
     context = vocabulary.open_context(Session("v", 1, prompts(target)[0], target.vocab_size))
     choices = vocabulary.choices(torch.zeros(1, draft.vocab_size))
 
@@ -269,16 +291,32 @@ def test_v10_a_drafted_id_is_the_targets_or_is_not_sent(method: str) -> None:
 
 
 def test_v11_a_verdict_is_that_of_the_files_as_they_are(tmp_path: Path) -> None:
-    draft = draft_variant(tmp_path / "draft", lambda vocab: vocab)
-    drafting = {"use_heterogeneous_vocab": True, "heterogeneous_vocab_method": "token"}
-    same = check(raw_config(draft, **drafting))
-    other = draft_variant(tmp_path / "other", lambda v: {f"{t}Ŋ": i for t, i in v.items()})
+    """Five drafts are asked about, one of them changes, and all are asked about again."""
+    drafts = [
+        draft_variant(tmp_path / "draft", lambda vocab: vocab),
+        draft_variant(tmp_path / "swapped", swap(300, 301)),
+        draft_variant(tmp_path / "other", lambda v: {f"{t}Ŋ": i for t, i in v.items()}),
+        "tiny/foreign",
+        "tiny/draft",
+    ]
 
-    (Path(draft) / "tokenizer.json").write_text((Path(other) / "tokenizer.json").read_text())
-    changed = check(raw_config(draft, **drafting))
+    def ask() -> list[Report]:
+        drafting = {"use_heterogeneous_vocab": True, "heterogeneous_vocab_method": "token"}
+        return [check(raw_config(draft, **drafting)) for draft in drafts]
 
-    assert same.problems == []
-    assert "same: 2048 ids of the target" in as_text(same)
-    assert "foreign: 2048 ids of the target" in as_text(changed)
-    assert changed.coverage is not None
-    assert any(str(changed.coverage.num_common) in problem for problem in changed.problems)
+    before = ask()
+    other = Path(drafts[2]) / "tokenizer.json"
+    (Path(drafts[0]) / "tokenizer.json").write_text(other.read_text())
+    after = ask()
+
+    assert [bool(one.problems) for one in before] == [False, False, True, False, False]
+    assert [bool(one.problems) for one in after] == [True, False, True, False, False]
+    assert list(map(as_text, after[1:])) == list(map(as_text, before[1:]))
+    assert "same: 2048 ids of the target" in as_text(before[0])
+    assert "foreign: 2048 ids of the target" in as_text(after[0])
+    assert "sessions are drafted for by token" in as_text(after[1])
+    for report in (before[1], *before[2:4], after[0]):
+        assert report.coverage is not None
+        assert f"{report.coverage.num_common} tokens stand for the same" in as_text(report)
+    assert after[0].coverage is not None
+    assert any(str(after[0].coverage.num_common) in problem for problem in after[0].problems)

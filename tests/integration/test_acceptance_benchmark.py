@@ -26,6 +26,23 @@ def test_every_method_is_lossless(tmp_path: Path) -> None:
     assert rows["PARD"]["draft_passes_per_round"] == 1 < rows["AR"]["draft_passes_per_round"] <= 4
 
 
+def test_sampled_answers_are_compared_too() -> None:
+    options = {
+        "--num-prompts": 2,
+        "--max-tokens": 16,
+        "--draft-tokens": 4,
+        "--batch": 2,
+        "--temperature": 1,
+        "--draft-sample-method": "coupled",
+        "--method": "TLI token",
+    }
+
+    result = CliRunner().invoke(main, [f"{name}={value}" for name, value in options.items()])
+
+    assert result.exit_code == 0, result.output
+    assert "| TLI token | 4 | 2 |" in result.output
+
+
 def test_another_answer_is_noticed() -> None:
     [prompt] = prompt_token_ids(TARGET, None, raw=False, count=1)
     params = SamplingParams(temperature=0, max_tokens=4)

@@ -76,8 +76,20 @@ def test_what_vocabularies_have_in_common_is_weighed_by_how_often_it_occurs() ->
     rare_coverage = map_vocabs(target, rare, 4, 4).coverage
 
     assert frequent_coverage.of_draft == rare_coverage.of_draft == 0.25
-    assert frequent_coverage.weighted == pytest.approx(1 / (1 + 1 / 2 + 1 / 3 + 1 / 4))
-    assert rare_coverage.weighted == pytest.approx(frequent_coverage.weighted / 4)
+    assert frequent_coverage.of_draft_text == pytest.approx(1 / (1 + 1 / 2 + 1 / 3 + 1 / 4))
+    assert rare_coverage.of_draft_text == pytest.approx(frequent_coverage.of_draft_text / 4)
+    assert frequent_coverage.of_target_text == frequent_coverage.of_draft_text
+    assert rare_coverage.of_target_text == rare_coverage.of_draft_text
+
+
+def test_special_tokens_are_no_part_of_what_text_has_in_common() -> None:
+    twin = spelling("byte-level")
+
+    coverage = map_vocabs(twin, twin, 1024, 1024).coverage
+
+    assert coverage.num_common > len(twin.token_bytes)
+    assert (coverage.of_target, coverage.of_draft) == (1, 1)
+    assert (coverage.of_target_text, coverage.of_draft_text) == (1, 1)
 
 
 def words(vocab: dict[str, int], eos: str) -> Spelling:

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -14,6 +15,7 @@ from tests.unit.lookup.counting import CountingTokens, random_text, read_all
 
 texts = st.lists(st.integers(0, 3), min_size=1, max_size=60)
 SETTINGS = SuffixSettings(24, 10, 1.0, 0.1)
+LONG = 100_000
 
 
 @given(texts, st.lists(st.integers(1, 20), max_size=5), st.integers(1, 20))
@@ -29,7 +31,8 @@ def test_the_index_finds_the_latest_occurrences(
             index.drop(drops.pop())
     for size in (1, 2, 4, 8):
         pattern = tokens[-size:]
-        ends = [e for e in range(size, len(tokens)) if tokens[e - size : e] == pattern]
+        first = len(tokens) - len(index)
+        ends = [e for e in range(first + size, len(tokens)) if tokens[e - size : e] == pattern]
 
         found = index.latest(pattern, limit)
 
@@ -103,9 +106,10 @@ def test_drafts(answers: list[list[int]], context: list[int], expected: list[int
 def test_the_draft_has_the_best_score_of_all_lengths(answers: list[list[int]]) -> None:
     settings = SuffixSettings(12, 10, 2.0, 0.3)
     lookup = SuffixLookup(settings)
+    pattern = [7, *answers[0][:3]]
+    answers = [[*answer, 100 + number] for number, answer in enumerate(answers)]
     for answer in answers:
         lookup.open(answer, 0).close()
-    pattern = [7, *answers[0][:3]]
 
     match = lookup.open(pattern, len(pattern)).find(100)
 
@@ -164,13 +168,18 @@ def test_nothing_is_remembered_of_prompts_or_without_a_cache() -> None:
 def test_tokens_remembered_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specgw.lookup.suffix._MAX_REMEMBERED_TOKENS", 100)
     lookup = SuffixLookup(SETTINGS)
+    reader = lookup.open([0, 990, 991], 3)
     for start in range(30):
         lookup.open([start] * 30, 0).close()
-        assert len(lookup._answers.index.token_ids) <= 100
-    lookup.open(list(range(1000)), 0).close()
+        reader.find(1)
+        assert len(lookup._answers.index) <= 100
+        assert len(lookup._answers.index.token_ids) <= 115
+    for _ in range(3):
+        lookup.open(list(range(1000)), 0).close()
 
-    assert len(lookup._answers.index.token_ids) == 100
-    assert lookup.open([0, 990, 991], 3).find(1).token_ids == [992]
+    assert reader.find(1).token_ids == [992]
+    assert len(lookup._answers.index) == 100
+    assert lookup._answers._num_unread == 0
 
 
 @pytest.mark.parametrize("text", ["varied", "repeated"])
@@ -202,3 +211,54 @@ def test_a_long_prompt_is_read_in_pieces() -> None:
 
     assert found == [[]] * 10 + [[1_002]]
     assert max(touched) < 6 * MAX_NEW_TOKENS
+
+
+@pytest.mark.parametrize("num_contexts", [1, 16])
+def test_a_long_answer_is_read_and_dropped_in_pieces(num_contexts: int) -> None:
+    """All contexts together read and drop what one call may; until then others are drafted for."""
+    lookup = SuffixLookup(SuffixSettings(24, 2, 1.0, 0.1))
+    lookup.open([1, 2, 3], 0).close()
+    contexts = [lookup.open([0, 1, 2], 3) for _ in range(num_contexts)]
+    assert [list(one.find(1).token_ids) for one in contexts] == [[3]] * num_contexts
+    index = lookup._answers.index
+
+    lookup.open([*random_text(LONG), 7, 8, 9], 0).close()
+    lengths = [len(index)]
+    while lookup._answers._num_unread:
+        assert [list(one.find(1).token_ids) for one in contexts] == [[3]] * num_contexts
+        lengths.append(len(index))
+    lookup.open([4, 5], 0).close()
+    lookup.open([5, 6], 0).close()
+    while len(index) > 6:
+        for one in contexts:
+            one.find(1)
+        lengths.append(len(index))
+
+    assert lengths[0] == 4
+    assert max(lengths) > LONG
+    steps = [abs(after - before) for before, after in pairwise(lengths)]
+    assert max(steps) <= MAX_NEW_TOKENS + num_contexts
+    assert len(steps) >= 2 * LONG / (MAX_NEW_TOKENS + num_contexts)
+
+
+def test_an_answer_that_is_overtaken_while_it_is_read_ends_where_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("specgw.lookup.suffix.MAX_NEW_TOKENS", 4)
+    lookup = SuffixLookup(SuffixSettings(24, 1, 1.0, 0.0))
+    reader = lookup.open([0], 1)
+    lookup.open([1, 2, 3, 4, 5, 6, 7, 8], 0).close()
+    reader.find(1)
+    lookup.open([9, 1], 0).close()
+    for _ in range(3):
+        reader.find(1)
+
+    assert lookup.open([0, 5], 2).find(1) == NO_MATCH
+    assert lookup._answers.index.token_ids[-3:] == [9, 1, -1]
+
+
+def test_a_context_that_is_dropped_is_not_remembered() -> None:
+    lookup = SuffixLookup(SETTINGS)
+    lookup.open([1, 2, 3], 0).close(remember=False)
+
+    assert lookup.open([9, 1, 2], 3).find(2) == NO_MATCH

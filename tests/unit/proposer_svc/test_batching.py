@@ -5,11 +5,13 @@ import torch
 
 from proposer_svc.batching import build_batch
 from proposer_svc.draft_rows import DraftRows
-from proposer_svc.draft_vocabulary import SharedContext
+from proposer_svc.draft_vocabulary import SharedContext, SharedVocabulary
 from proposer_svc.session_table import Session
 from specgw.engine.kv_cache import KVCache
+from specgw.types import ModelDescription
 
 NUM_SESSIONS = 4
+MODEL = ModelDescription("model", "arch", 10, "", 64, "float32", "cpu")
 
 
 @pytest.fixture
@@ -19,6 +21,7 @@ def sessions() -> list[DraftRows]:
     return [
         DraftRows(
             Session("v", number, [1, 2], num_ids=10, num_wanted=4),
+            SharedVocabulary(MODEL),
             SharedContext([1, 2]),
             kv_cache.new_sequence(),
             num_choices=10,

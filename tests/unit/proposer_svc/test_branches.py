@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from proposer_svc.branches import fan_out
+from proposer_svc.draft_chooser import DraftChooser
 from proposer_svc.draft_model import DraftModelDrafter
 from proposer_svc.draft_sampling import DraftSampler, row_sampling
 from proposer_svc.proposer import ProposerCore
@@ -61,7 +62,9 @@ class Bench:
         self.ahead = RunAhead(is_enabled, max_branches, clock=lambda: 0.0)
         self.ahead.pass_cost.observe(10_000, 0.0)  # rows are known to be free
         sampler = DraftSampler(method)
-        drafter = DraftModelDrafter(self.runner, 2048, sampler=sampler, run_ahead=self.ahead)
+        drafter = DraftModelDrafter(
+            self.runner, 2048, chooser=DraftChooser(sampler), run_ahead=self.ahead
+        )
         self.core = ProposerCore(drafter, max_draft_tokens=8, max_sessions=8)
         self.core.connect(
             Hello("v", ModelDescription("t", "T", 50, "toy", 512, "float32", "cpu"), 8)
@@ -408,8 +411,17 @@ def test_a_line_through_one_number_of_rows_says_nothing_of_others() -> None:
     cost = PassCost()
     cost.observe(4, 0.002)
 
-    assert cost.most_rows(0.003) == 8  # so twice as many are tried next
-    assert cost.most_rows(0.001) == 4
+    assert cost.most_rows(0.003, num_narrow=1) == 8  # so twice as many are tried next
+
+
+def test_a_wide_pass_may_take_little_more_than_a_narrow_one_even_if_none_is_done_in_time() -> None:
+    ahead = RunAhead(is_enabled=True, max_branches=22)
+    for num_rows in range(1, 100):
+        ahead.pass_cost.observe(num_rows, 0.002 + 0.00005 * num_rows)
+    for _ in range(200):
+        ahead.observe_gap(0.011)  # room for five passes of seven
+
+    assert 8 <= sum(ahead.fan_out(6, num_sessions=1)) <= 14
 
 
 def test_passes_become_wider_step_by_step() -> None:

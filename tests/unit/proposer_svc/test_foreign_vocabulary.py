@@ -1,13 +1,15 @@
 """What a block of draft tokens is to a target with another vocabulary."""
 
+import math
+
 import pytest
 
 from proposer_svc.draft_vocabulary import DraftContext
-from proposer_svc.foreign_vocabulary import FOREIGN_VOCABULARIES
+from proposer_svc.foreign_vocabulary import SESSION_VOCABULARIES, ForeignVocabulary
 from proposer_svc.session_table import Session
 from specgw.speculative_config import SpeculativeConfig
-from specgw.types import ModelDescription
-from specgw.vocab_mapping import Coverage, VocabMapping, choose_method, map_vocabs
+from specgw.types import DraftSampling, ModelDescription
+from specgw.vocab_mapping import Coverage, VocabMapping, VocabMethods, choose_methods, map_vocabs
 from tests.spellings import EXACT, spelling
 
 TARGET, DRAFT = "byte-level", "SentencePiece"
@@ -19,7 +21,7 @@ def mapping(target: str = TARGET, draft: str = DRAFT) -> VocabMapping:
 
 def open_context(mapped: VocabMapping, method: str, text: bytes = b"the dog") -> DraftContext:
     context = mapped.target.encode(text).ids
-    return FOREIGN_VOCABULARIES[method](mapped, "").open_context(Session("v", 1, context, 1024))
+    return SESSION_VOCABULARIES[method](mapped).open_context(Session("v", 1, context, 1024))
 
 
 def described(fingerprint: str, vocab_size: int = 1024) -> ModelDescription:
@@ -66,9 +68,11 @@ def test_the_end_of_the_text_is_the_targets_end() -> None:
     assert mapped.target.spell(block) == b" dog"
 
 
-@pytest.mark.parametrize("method", ["token", "string"])
-def test_a_target_with_another_vocabulary_than_the_configured_one_is_refused(method: str) -> None:
-    vocabulary = FOREIGN_VOCABULARIES[method](mapping(), "a" * 64)
+@pytest.mark.parametrize("token_from", [0, 0.5, math.inf])
+def test_a_target_with_another_vocabulary_than_the_configured_one_is_refused(
+    token_from: float,
+) -> None:
+    vocabulary = ForeignVocabulary(mapping(), VocabMethods(token_from), "a" * 64)
 
     assert vocabulary.mismatches(described("a" * 64)) == []
     assert vocabulary.mismatches(described("")) == []
@@ -88,18 +92,21 @@ def test_each_token_of_the_intersection_is_one_of_the_targets() -> None:
 
 
 @pytest.mark.parametrize(
-    ("configured", "draft_sample_method", "weighted", "chosen"),
+    ("configured", "draft_sample_method", "of_target_text", "chosen"),
     [
-        ("auto", "greedy", 1.0, "string"),
+        ("auto", "greedy", 1.0, "token"),
+        ("auto", "greedy", 0.95, "string"),
         ("auto", "coupled", 0.995, "token"),
-        ("auto", "coupled", 0.9, "string"),
-        ("auto", "probabilistic", 0.2, "token"),
+        ("auto", "coupled", 0.94, "string, from temperature 0.60 on token"),
+        ("auto", "coupled", 0.75, "string"),
+        ("auto", "probabilistic", 0.94, "string, from temperature 0.60 on token"),
+        ("auto", "probabilistic", 0.2, "string"),
         ("token", "greedy", 0.5, "token"),
         ("string", "coupled", 1.0, "string"),
     ],
 )
-def test_auto_couples_where_hardly_a_token_is_missing(
-    configured: str, draft_sample_method: str, weighted: float, chosen: str
+def test_auto_goes_by_coverage_and_temperature(
+    configured: str, draft_sample_method: str, of_target_text: float, chosen: str
 ) -> None:
     config = SpeculativeConfig.model_validate(
         {
@@ -111,4 +118,21 @@ def test_auto_couples_where_hardly_a_token_is_missing(
         }
     )
 
-    assert choose_method(config, Coverage(1, 1.0, 1.0, weighted)) == chosen
+    methods = choose_methods(config, Coverage(1, 1.0, 1.0, 1.0, of_target_text))
+
+    assert str(methods) == chosen
+
+
+def test_sessions_are_drafted_for_by_the_method_of_their_temperature() -> None:
+    vocabulary = ForeignVocabulary(mapping(), VocabMethods(0.5), "")
+
+    def has_target_ids(sampling: DraftSampling | None) -> bool:
+        return vocabulary.of(Session("v", 1, [1], 1024, sampling=sampling)).has_target_ids
+
+    assert vocabulary.summary.method == "auto"
+    assert vocabulary.takes_samples
+    assert not has_target_ids(None)
+    assert not has_target_ids(DraftSampling(0.0, 0, 1.0, 0.0, seed=1))
+    assert not has_target_ids(DraftSampling(0.4, 0, 1.0, 0.0, seed=1))
+    assert has_target_ids(DraftSampling(0.5, 0, 1.0, 0.0, seed=1))
+    assert not ForeignVocabulary(mapping(), VocabMethods(math.inf), "").takes_samples

@@ -133,3 +133,37 @@ def test_a_session_with_a_salt_shares_nothing() -> None:
     [block] = drafted(proposer, Commit(2, 1, [2, 3], 4)).values()
 
     assert block.reason is UndraftedReason.EMPTY
+
+
+def test_what_follows_the_prompt_is_remembered_however_often_a_session_is_opened() -> None:
+    """Opened anew, a session has a part of its answer already: no second answer, and no prompt."""
+    proposer = build("suffix")
+    proposer.apply("v", ProposeStep(open=[OpenSession(1, [1, 2, 3], prompt_length=3)]))
+    drafted(proposer, Commit(1, 3, [10, 11], 4))
+    drafted(proposer, Commit(1, 9, [12], 4))  # another base: it is dropped
+    proposer.apply("v", ProposeStep(open=[OpenSession(1, [1, 2, 3, 10, 11, 12], prompt_length=3)]))
+    drafted(proposer, Commit(1, 6, [13, 14], 4))
+    proposer.apply("v", ProposeStep(close=[1]))
+
+    open_session(proposer, 2, [7, 10])
+    [answer] = drafted(proposer, Commit(2, 2, [11], 4)).values()
+    proposer.apply("v", ProposeStep(close=[2]))
+    open_session(proposer, 3, [7, 1])
+    [prompt] = drafted(proposer, Commit(3, 2, [2], 4)).values()
+
+    assert list(answer.token_ids) == [12, 13]
+    assert prompt.reason is UndraftedReason.EMPTY
+    [*remembered] = proposer._drafter._lookup._answers.index.token_ids  # type: ignore[attr-defined]
+    assert remembered == [10, 11, 12, 13, 14, -1, 11, -1]
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_tokens_that_were_rejected_are_never_looked_up(method: str) -> None:
+    """Of a block, the context and what is remembered of it have what was committed, no more."""
+    proposer = build(method)
+    open_session(proposer, 1, [1, 2, 3, 4, 1])
+    [block] = drafted(proposer, Commit(1, 5, [2], 2)).values()
+    [after] = drafted(proposer, Commit(1, 6, [9, 1, 2], 1)).values()  # none was accepted
+
+    assert list(block.token_ids) == [3, 4]
+    assert list(after.token_ids) == [9]

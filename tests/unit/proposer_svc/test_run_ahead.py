@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from proposer_svc.draft_chooser import DraftChooser
 from proposer_svc.draft_model import DraftModelDrafter
 from proposer_svc.draft_sampling import DraftSampler
 from proposer_svc.proposer import ProposerCore
@@ -41,7 +42,9 @@ class Bench:
         self.runner = runner or ToyRunner()
         self.ahead = RunAhead(is_enabled)
         sampler = DraftSampler("greedy" if sampling is None else "probabilistic")
-        drafter = DraftModelDrafter(self.runner, 2048, sampler=sampler, run_ahead=self.ahead)
+        drafter = DraftModelDrafter(
+            self.runner, 2048, chooser=DraftChooser(sampler), run_ahead=self.ahead
+        )
         self.core = ProposerCore(drafter, max_draft_tokens=8, max_sessions=8)
         target = ModelDescription("target", "T", 50, "toy", 4096, "float32", "cpu")
         self.core.connect(Hello("v", target, 8))
