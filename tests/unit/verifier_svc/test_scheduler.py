@@ -343,3 +343,6 @@ def test_a_step_waits_for_one_of_many_unless_blocks_are_usually_ready(
     assert start_at is not None
     assert (start_at > now[0] + 0.005) is waits
     assert waits or start_at == now[0]
+    for one in (session, *others):  # others use the runner as well
+        assert one.cache is not None
+        one.cache.release()
