@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from proposer_svc.branches import fan_out
 from proposer_svc.draft_chooser import DraftChooser
 from proposer_svc.draft_model import DraftModelDrafter
 from proposer_svc.draft_sampling import DraftSampler, row_sampling
+from proposer_svc.fan_out import fan_out
 from proposer_svc.proposer import ProposerCore
 from proposer_svc.run_ahead import PassCost, RunAhead
 from specgw.engine.kv_cache import BLOCK_SIZE
