@@ -7,9 +7,10 @@ Nothing of it can reach an answer: the verifier tests the block like any other.
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from proposer_svc.fan_out import fan_out
+from specgw.line_fit import LineFit
 
 _WEIGHT = 0.05  # of the newest round in the rate of hits
 _MIN_HIT_RATE = 0.15  # below it pauses: a hit saves one drafting time, a miss costs part of one
@@ -93,21 +94,13 @@ class Outcomes:
 class PassCost:
     """Seconds of a pass that feeds one row to each of some sequences: a line over their number."""
 
-    weight: float = 0.0
-    x: float = 0.0
-    y: float = 0.0
-    xx: float = 0.0
-    xy: float = 0.0
     most_seen: int = 1
+    _fit: LineFit = field(default_factory=lambda: LineFit(_DECAY))
 
     def observe(self, num_rows: int, pass_s: float) -> None:
         """Takes in one pass."""
         self.most_seen = max(self.most_seen, num_rows)
-        sums = (self.weight, self.x, self.y, self.xx, self.xy)
-        added = (1.0, num_rows, pass_s, num_rows**2, num_rows * pass_s)
-        self.weight, self.x, self.y, self.xx, self.xy = (
-            _DECAY * value + more for value, more in zip(sums, added, strict=True)
-        )
+        self._fit.observe(num_rows, pass_s)
 
     def most_rows(self, pass_s: float, num_narrow: int) -> float:
         """Returns how many rows a pass may have to take so long, or little more than a narrow one.
@@ -115,11 +108,9 @@ class PassCost:
         At most twice as many as any had so far: passes become wider step by step, and no wide one
         is tried that is known to be too slow.
         """
-        mean_x, mean_y = self.x / max(self.weight, 1.0), self.y / max(self.weight, 1.0)
-        variance = self.xx / max(self.weight, 1.0) - mean_x**2
-        slope = (self.xy / self.weight - mean_x * mean_y) / variance if variance > 0.1 else 0.0
         at_most = 2.0 * max(self.most_seen, num_narrow)
-        if slope <= 0:
+        (mean_x, mean_y), slope = self._fit.mean, self._fit.slope
+        if slope is None or slope <= 0:
             return at_most
         pass_s = max(pass_s, _MOST_WIDER * (mean_y + slope * (num_narrow - mean_x)))
         return min(mean_x + (pass_s - mean_y) / slope, at_most)

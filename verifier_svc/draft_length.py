@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from specgw.config import EngineArgs
 from specgw.engine.model_runner import ModelRunner, SequenceChunk
+from specgw.line_fit import LineFit
 from specgw.types import HelloAck
 
 _PROFILE_ROWS = (1, 2, 4, 8, 16, 32)
@@ -61,32 +62,22 @@ class AnswerCost:
 
     is_sequential: bool = True
     num_answers: int = 0
-    _weight: float = 0.0
-    _x: float = 0.0
-    _y: float = 0.0
-    _xx: float = 0.0
-    _xy: float = 0.0
+    _fit: LineFit = field(default_factory=lambda: LineFit(_DECAY))
 
     def observe(self, num_tokens: int, answer_s: float) -> None:
         """Takes in one answer."""
-        x, y = float(num_tokens), answer_s
         self.num_answers += 1
-        self._weight = _DECAY * self._weight + 1.0
-        self._x = _DECAY * self._x + x
-        self._y = _DECAY * self._y + y
-        self._xx = _DECAY * self._xx + x * x
-        self._xy = _DECAY * self._xy + x * y
+        self._fit.observe(num_tokens, answer_s)
 
     def seconds(self, num_tokens: int) -> float:
         """Returns the expected time of an answer with that many tokens; none for no tokens."""
         if num_tokens == 0:
             return 0.0
-        mean_x, mean_y = self._x / self._weight, self._y / self._weight
-        variance = self._xx / self._weight - mean_x**2
+        (mean_x, mean_y), slope = self._fit.mean, self._fit.slope
         most = mean_y / mean_x  # with more a token, no tokens would take less than no time
-        slope = most if self.is_sequential else 0.0
-        if variance > 0.1:
-            slope = (self._xy / self._weight - mean_x * mean_y) / variance
+        if slope is None:
+            slope = most if self.is_sequential else 0.0
+        else:
             slope = min(max(slope, 0.0), most)  # blocks that were ready scatter the others
         return max(0.0, mean_y + slope * (num_tokens - mean_x))
 
