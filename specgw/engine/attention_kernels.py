@@ -134,58 +134,48 @@ class GatheredSdpa:
         return torch.cat(outputs, 1) if len(outputs) > 1 else outputs[0]
 
 
-class FlashAttention2:
-    """Calls `flash_attn.flash_attn_with_kvcache` (flash-attn 2.5 and later)."""
+class _FlashAttention:
+    """Calls `flash_attn_with_kvcache`, whose versions name the block tables differently."""
+
+    name: str
+    block_size: int
+    is_bounded_by_lengths = True
+    _table_argument: str
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __call__(
+        self, query: Tensor, pool: Tensor, group: RowGroup, scale: float, window: int | None
+    ) -> Tensor:
+        keys, values = pool.chunk(2, 2)
+        output: Tensor = self._function(
+            query,
+            keys,
+            values,
+            cache_seqlens=group.seqused,
+            softmax_scale=scale,
+            causal=True,
+            window_size=_window(window),
+            **{self._table_argument: group.block_table},
+        )
+        return output
+
+
+class FlashAttention2(_FlashAttention):
+    """That of `flash_attn` (flash-attn 2.5 and later)."""
 
     name = "flash-attn 2"
     block_size = 256
-    is_bounded_by_lengths = True
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
-
-    def __call__(
-        self, query: Tensor, pool: Tensor, group: RowGroup, scale: float, window: int | None
-    ) -> Tensor:
-        keys, values = pool.chunk(2, 2)
-        output: Tensor = self._function(
-            query,
-            keys,
-            values,
-            cache_seqlens=group.seqused,
-            block_table=group.block_table,
-            softmax_scale=scale,
-            causal=True,
-            window_size=_window(window),
-        )
-        return output
+    _table_argument = "block_table"
 
 
-class FlashAttention3:
-    """Calls `flash_attn_interface.flash_attn_with_kvcache` (flash-attn 3, for Hopper)."""
+class FlashAttention3(_FlashAttention):
+    """That of `flash_attn_interface` (flash-attn 3, for Hopper)."""
 
     name = "flash-attn 3"
     block_size = 1
-    is_bounded_by_lengths = True
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
-
-    def __call__(
-        self, query: Tensor, pool: Tensor, group: RowGroup, scale: float, window: int | None
-    ) -> Tensor:
-        keys, values = pool.chunk(2, 2)
-        output: Tensor = self._function(
-            query,
-            keys,
-            values,
-            cache_seqlens=group.seqused,
-            page_table=group.block_table,
-            softmax_scale=scale,
-            causal=True,
-            window_size=_window(window),
-        )
-        return output
+    _table_argument = "page_table"
 
 
 class TorchFlash:
