@@ -84,11 +84,13 @@ class BatchAttention:
         self,
         kv_cache: KVCache,
         masks: CausalMasks,
+        positions: Tensor,  # [num_tokens]
         slots: Tensor,  # [num_tokens]
         parts: Sequence[SequenceRows],
     ) -> None:
         self.kv_cache = kv_cache
         self._masks = masks
+        self._positions = positions
         self._slots = slots
         self._parts = parts
         self._rows: PagedRows | None = None
@@ -121,14 +123,11 @@ class BatchAttention:
         if self._rows is None:
             blocks: list[int] = []
             tables: list[int] = []
-            positions: list[int] = []
             for part in self._parts:
-                length = part.cache.length
                 tables += [len(blocks)] * part.num_rows
-                positions += range(length, length + part.num_rows)
                 blocks += part.cache.blocks
             self._rows = PagedRows(
-                torch.tensor(blocks), torch.tensor(tables), torch.tensor(positions), self._slots
+                torch.tensor(blocks), torch.tensor(tables), self._positions, self._slots
             )
         return self._rows
 

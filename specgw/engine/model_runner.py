@@ -110,4 +110,5 @@ class ModelRunner:
         rows = None
         if len(logit_rows) < len(token_ids):
             rows = torch.tensor(logit_rows, dtype=torch.int64, device=self.device)
-        return Batch(ids, at, rows, BatchAttention(self.kv_cache, self._masks, into, parts), hidden)
+        attention = BatchAttention(self.kv_cache, self._masks, at, into, parts)
+        return Batch(ids, at, rows, attention, hidden)

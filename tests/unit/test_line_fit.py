@@ -21,7 +21,7 @@ def test_recent_points_count_for_more() -> None:
     for y in (8.0, 2.0):
         fit.observe(1.0, y)
 
-    assert fit.mean == (1.0, pytest.approx((0.5 * 8.0 + 2.0) / 1.5))
+    assert fit.mean == pytest.approx((1.0, (0.5 * 8.0 + 2.0) / 1.5))
 
 
 def test_without_different_points_there_is_no_slope() -> None:

@@ -34,14 +34,16 @@ def attend(
     pool: KVCache, parts: list[tuple[SequenceCache, torch.Tensor]], window: int | None
 ) -> torch.Tensor:
     """Appends rows [num_rows, num_heads + 2 * num_kv_heads, head_dim] to each sequence."""
+    positions: list[int] = []
     slots, masks = [], CausalMasks(torch.float32, torch.device("cpu"))
     for cache, rows in parts:
         cache.reserve(cache.length + len(rows))
+        positions += range(cache.length, cache.length + len(rows))
         slots += cache.slot_ids(cache.length, cache.length + len(rows))
     counts = [(cache, len(rows)) for cache, rows in parts]
     qkv = torch.cat([rows for _, rows in parts])
     sizes = [SequenceRows(cache, count) for cache, count in counts]
-    attention = BatchAttention(pool, masks, torch.tensor(slots), sizes)
+    attention = BatchAttention(pool, masks, torch.tensor(positions), torch.tensor(slots), sizes)
     output = attention(0, qkv[:, :NUM_HEADS], qkv[:, NUM_HEADS:], SCALE, window)
     for cache, count in counts:
         cache.length += count

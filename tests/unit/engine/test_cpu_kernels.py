@@ -142,7 +142,9 @@ def test_a_row_does_not_depend_on_the_drafts_after_it(num_missing: int, num_draf
         sequence.length = length - num_missing
         slots = torch.tensor(sequence.slot_ids(sequence.length, length + num_drafts))
         part = SequenceRows(sequence, num_missing + num_drafts)
-        attention = BatchAttention(pool, CausalMasks(BF16, torch.device("cpu")), slots, [part])
+        positions = torch.arange(sequence.length, length + num_drafts)
+        masks = CausalMasks(BF16, torch.device("cpu"))
+        attention = BatchAttention(pool, masks, positions, slots, [part])
         new = stored[sequence.length : length + num_drafts]
         return attention(0, queries[: num_missing + num_drafts], new, 0.2)
 
@@ -162,15 +164,17 @@ def test_attention_of_single_rows(window: int | None, group: int, head_dim: int)
     counts = [1, 4, 7]
     stored = [rand(length, 4, head_dim) for length in lengths]
     queries = rand(sum(counts), 2 * group, head_dim)
+    positions: list[int] = []
     slots: list[int] = []
     for sequence, rows, length, count in zip(sequences, stored, lengths, counts, strict=True):
         pool.layers[0][sequence.slot_ids(0, length)] = rows
         sequence.length = length - count
+        positions += range(length - count, length)
         slots += sequence.slot_ids(length - count, length)
     new = torch.cat([rows[-count:] for rows, count in zip(stored, counts, strict=True)])
     parts = [SequenceRows(*pair) for pair in zip(sequences, counts, strict=True)]
     masks = CausalMasks(BF16, torch.device("cpu"))
-    attention = BatchAttention(pool, masks, torch.tensor(slots), parts)
+    attention = BatchAttention(pool, masks, torch.tensor(positions), torch.tensor(slots), parts)
 
     output = attention(0, queries, new, 0.2, window)
 
