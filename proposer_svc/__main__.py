@@ -11,6 +11,7 @@ from proposer_svc.proposer import ProposerCore, build_proposer
 from proposer_svc.service import SERVICE_NAME, ProposerService
 from specgw.config import EngineArgs, load_config
 from specgw.exit_codes import exit_on_config_error
+from specgw.own_thread import call_in_own_thread
 from specgw.server import ServiceServer, freeze_objects, run_until_drained, serve_metrics
 from specgw.service_options import service_options
 from specgw.telemetry import configure_logging
@@ -23,7 +24,7 @@ def run(args: EngineArgs, parent_pipe: int | None = None) -> None:
         ConfigError: with what is wrong with the configuration or the checkpoint.
     """
     settings = args.specgw.proposer
-    proposer = build_proposer(args)
+    proposer = call_in_own_thread(build_proposer, args)
     with contextlib.ExitStack() as stack:
         metrics = ProposerMetrics(proposer.offer.kv_capacity_tokens)
         if settings.metrics_listen is not None:

@@ -50,6 +50,7 @@ __all__ = [
 
 DEFAULT_CONFIG = Path(__file__).parent / "configs" / "tiny.yaml"
 _ENVIRONMENT_PREFIX = "SPECGW_"
+_SPIN_COUNT = "30000"  # about half a millisecond; libgomp's own is ten times that
 
 
 def load_config(file: Path | None, flags: Mapping[str, Any] | None = None) -> EngineArgs:
@@ -108,8 +109,15 @@ def validate_config(raw: Mapping[str, Any]) -> EngineArgs:
 
 
 def child_environment() -> dict[str, str]:
-    """Returns the environment for a child whose file already holds what `SPECGW_*` said."""
-    return {k: v for k, v in os.environ.items() if not k.startswith(_ENVIRONMENT_PREFIX)}
+    """Returns the environment for a child whose file already holds what `SPECGW_*` said.
+
+    Unless the user says how OpenMP's threads wait, those of one child leave the cores to the other
+    one soon after a pass.
+    """
+    own = {k: v for k, v in os.environ.items() if not k.startswith(_ENVIRONMENT_PREFIX)}
+    if "OMP_WAIT_POLICY" not in own:
+        own.setdefault("GOMP_SPINCOUNT", _SPIN_COUNT)
+    return own
 
 
 def _read_yaml(file: Path) -> dict[str, Any]:

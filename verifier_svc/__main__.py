@@ -12,6 +12,7 @@ from specgw.engine.loading import load_model, target_options
 from specgw.engine.model_runner import ModelRunner
 from specgw.exit_codes import exit_on_config_error
 from specgw.link import ProposerLink
+from specgw.own_thread import call_in_own_thread
 from specgw.server import ServiceServer, freeze_objects, run_until_drained, serve_metrics
 from specgw.service_options import service_options
 from specgw.telemetry import configure_logging
@@ -28,7 +29,7 @@ def run(args: EngineArgs, parent_pipe: int | None = None) -> None:
         ConfigError: with what is wrong with the configuration or the checkpoint.
     """
     settings = args.specgw.verifier
-    runner = load_model(target_options(args))
+    runner = call_in_own_thread(load_model, target_options(args))
     with contextlib.ExitStack() as stack:
         metrics = VerifierMetrics()
         if settings.metrics_listen is not None:
