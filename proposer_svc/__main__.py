@@ -11,10 +11,10 @@ from proposer_svc.proposer import ProposerCore, build_proposer
 from proposer_svc.service import SERVICE_NAME, ProposerService
 from specgw.config import EngineArgs, load_config
 from specgw.exit_codes import exit_on_config_error
-from specgw.own_thread import call_in_own_thread
 from specgw.server import ServiceServer, freeze_objects, run_until_drained, serve_metrics
 from specgw.service_options import service_options
 from specgw.telemetry import configure_logging
+from specgw.threads import call_in_own_thread
 
 
 def run(args: EngineArgs, parent_pipe: int | None = None) -> None:

@@ -21,6 +21,7 @@ from proposer_svc.run_ahead import RunAhead
 from proposer_svc.session_table import Session, SessionTable
 from specgw.engine.model_runner import ModelRunner, SequenceChunk
 from specgw.hidden import HiddenFormat
+from specgw.threads import yield_cores
 from specgw.types import ModelDescription, UndraftedReason, VocabMappingSummary
 
 logger = logging.getLogger(__name__)
@@ -42,11 +43,13 @@ class DraftModelDrafter:
         vocabulary: DraftVocabulary | None = None,
         chooser: DraftChooser | None = None,
         run_ahead: RunAhead | None = None,
+        yields_cores: bool = False,
     ) -> None:
         """Takes a loaded model.
 
         Its vocabulary is the target's unless told otherwise. Without a chooser it drafts greedily,
-        and without `run_ahead` never beyond a block.
+        and without `run_ahead` never beyond a block. With `yields_cores` it computes while nobody
+        else wants to.
         """
         self.description = runner.description
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -58,6 +61,7 @@ class DraftModelDrafter:
         self._vocabulary = vocabulary or SharedVocabulary(runner.description)
         self._rows: dict[Session, DraftRows] = {}
         self._branching = Branching(self.ahead, runner.kv_cache)
+        self._yields_cores = yields_cores
 
     @property
     def vocab_mapping(self) -> VocabMappingSummary | None:
@@ -123,6 +127,8 @@ class DraftModelDrafter:
         self._chooser.close(session)
 
     def enter_thread(self) -> None:
+        if self._yields_cores:
+            yield_cores()
         torch.get_num_threads()  # without this call, OpenMP ignores torch's setting in this thread
 
     def has_work(self) -> bool:

@@ -22,15 +22,26 @@ from specgw.model_files import read_config, resolve_model
 from specgw.service_settings import ProposerSettings
 
 
+def _has_own_device(settings: ProposerSettings, runner: ModelRunner) -> bool:
+    """Whether no target computes where the draft model does, as far as one can tell."""
+    return runner.description.is_simulated or not is_local(settings.listen)
+
+
 def _run_ahead(settings: ProposerSettings, runner: ModelRunner) -> RunAhead:
     # A draft on the CPU of the target's machine would take cores from the target; on a GPU there,
     # which may be the target's, only a narrow pass takes next to nothing.
-    has_own_device = runner.description.is_simulated or not is_local(settings.listen)
+    has_own_device = _has_own_device(settings, runner)
     is_enabled, max_branches = settings.run_ahead == "on", settings.run_ahead_branches
     if settings.run_ahead == "auto":
         is_enabled = has_own_device or runner.device.type != "cpu"
         max_branches = max_branches if has_own_device else 1
     return RunAhead(is_enabled, max_branches)
+
+
+def _yields_cores(settings: ProposerSettings, runner: ModelRunner) -> bool:
+    if settings.yield_cores == "auto":
+        return runner.device.type == "cpu" and not _has_own_device(settings, runner)
+    return settings.yield_cores == "on"
 
 
 def _grammar_compiler(
@@ -58,10 +69,13 @@ def load_model_drafter(args: EngineArgs) -> Drafter:
     vocabulary = build_vocabulary(args, runner.description)
     sampler = DraftSampler(config.draft_sample_method, args.specgw.proposer.max_draft_support)
     chooser = DraftChooser(sampler, DraftGrammars(_grammar_compiler(args, runner, vocabulary)))
-    batched_tokens = args.specgw.proposer.max_num_batched_tokens
+    settings = args.specgw.proposer
+    batched_tokens, yields = settings.max_num_batched_tokens, _yields_cores(settings, runner)
     if not config.parallel_drafting:
-        ahead = _run_ahead(args.specgw.proposer, runner)
-        return DraftModelDrafter(runner, batched_tokens, vocabulary, chooser, run_ahead=ahead)
+        ahead = _run_ahead(settings, runner)
+        return DraftModelDrafter(
+            runner, batched_tokens, vocabulary, chooser, run_ahead=ahead, yields_cores=yields
+        )
     checkpoint = read_config(resolve_model(config.model))
     return ParallelDrafter(
         runner,
@@ -71,4 +85,5 @@ def load_model_drafter(args: EngineArgs) -> Drafter:
         max_draft_tokens=args.max_draft_tokens,
         num_trained_tokens=trained_draft_tokens(checkpoint),
         chooser=chooser,
+        yields_cores=yields,
     )

@@ -39,6 +39,7 @@ class ParallelDrafter(DraftModelDrafter):
         max_draft_tokens: int,
         num_trained_tokens: int | None = None,
         chooser: DraftChooser | None = None,
+        yields_cores: bool = False,
     ) -> None:
         """Takes a loaded model.
 
@@ -50,8 +51,11 @@ class ParallelDrafter(DraftModelDrafter):
             max_draft_tokens: Most draft tokens that will be asked for.
             num_trained_tokens: Most draft tokens that it was trained for, if known.
             chooser: How tokens are chosen; None for greedily.
+            yields_cores: Whether it computes while nobody else wants to.
         """
-        super().__init__(runner, max_num_batched_tokens, vocabulary, chooser)
+        super().__init__(
+            runner, max_num_batched_tokens, vocabulary, chooser, yields_cores=yields_cores
+        )
         self._mask_token_id = mask_token_id
         self._max_block = max_draft_tokens
         if num_trained_tokens is not None and num_trained_tokens < max_draft_tokens:

@@ -4,6 +4,9 @@ import ipaddress
 
 from specgw.errors import ConfigError
 
+IN_PROCESS = "inproc"
+"""The address of what is in this process."""
+
 
 def split_address(address: str) -> tuple[str, int]:
     """Returns host and port.
@@ -20,7 +23,9 @@ def split_address(address: str) -> tuple[str, int]:
 
 def is_local(address: str) -> bool:
     """Whether only this machine reaches it."""
-    return address.startswith("unix:") or is_loopback(split_address(address)[0])
+    if address == IN_PROCESS or address.startswith("unix:"):
+        return True
+    return is_loopback(split_address(address)[0])
 
 
 def is_loopback(host: str) -> bool:

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Sequence
 from typing import Protocol
 
+from specgw.addresses import IN_PROCESS
 from specgw.errors import IncompatibleModels, SpecgwError
 from specgw.handshake import greeting_mismatches
 from specgw.types import DraftBlock, Hello, HelloAck, ProposeStep
@@ -76,7 +77,7 @@ class Proposer(Protocol):
 class InProcessLink:
     """Runs a proposer in the caller's thread: draft and target take turns on the same cores."""
 
-    def __init__(self, proposer: Proposer, address: str = "inproc") -> None:
+    def __init__(self, proposer: Proposer, address: str = IN_PROCESS) -> None:
         self.address = address
         self._proposer = proposer
         self._hello: Hello | None = None

@@ -83,6 +83,7 @@ class LLM:
             length=build_draft_length(args),
             local=build_local_drafts(args, self._runner.max_model_len),
             uses_draft_probs=acceptance.uses_draft_probs,
+            target_device=self._runner.description.device,
         )
         self._scheduler = Scheduler(
             Verifier(

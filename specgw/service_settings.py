@@ -105,6 +105,10 @@ class ProposerSettings(Frozen):
     is the whole block accepted and the draft's own guess after it. More are drafted in the same
     passes, so far as measured times leave room; under `run_ahead: auto` only where the draft model
     has a device of its own."""
+    yield_cores: Literal["auto", "on", "off"] = "auto"
+    """Whether the draft model computes at the lowest priority, so that it does so while a target on
+    the same cores waits. `auto` means on a CPU where `listen` is for this machine. In containers
+    priorities count within each: give a proposer beside its target few `cpu_shares`."""
     max_sessions: PositiveInt = 64
     """Most sessions over all verifiers; others decode without drafts."""
     max_draft_support: Annotated[PositiveInt, Field(le=MAX_DRAFT_SUPPORT)] = 64

@@ -12,10 +12,10 @@ from specgw.engine.loading import load_model, target_options
 from specgw.engine.model_runner import ModelRunner
 from specgw.exit_codes import exit_on_config_error
 from specgw.link import ProposerLink
-from specgw.own_thread import call_in_own_thread
 from specgw.server import ServiceServer, freeze_objects, run_until_drained, serve_metrics
 from specgw.service_options import service_options
 from specgw.telemetry import configure_logging
+from specgw.threads import call_in_own_thread
 from verifier_svc.delayed_link import DelayedLink
 from verifier_svc.metrics import VerifierMetrics
 from verifier_svc.proposer_link import GrpcProposerLink

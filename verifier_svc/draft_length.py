@@ -24,12 +24,13 @@ _OUTLIER = 3.0  # a step this many times as long as expected was disturbed
 _DECAY = 0.95  # of what is known, with each new answer of a proposer
 _SESSION_DECAY = 0.98  # of what is known, with each new round of a session
 _PROPOSER_DECAY = 0.998  # the same, with each new round of any session
-_PRIOR_TOKENS = 8.0  # tested, that the proposer's own rate counts for in a session
+_PRIOR_TOKENS = 8.0  # tested, that the proposer's own rate counts for in a session that runs alone
 _MIN_GAIN = 1.03  # over plain decoding, for drafts to be worth their trouble
 _PROBE_TOKENS = 2
-_MAX_PROBE_SHARE = 0.01  # of the time that a session without drafts takes
-_MIN_PROBE_ROUNDS = 16  # without drafts, before they are tried again; doubles up to the maximum
-_MAX_PROBE_ROUNDS = 256
+_MAX_PROBE_SHARE = 0.01  # of the time that sessions without drafts take
+_MIN_PROBE_ROUNDS = 16  # without drafts, before they are tried again
+_SHORT_OPENING_WEIGHT = 0.5  # of the newest opening, if it took less than expected
+_LONG_OPENING_WEIGHT = 0.05  # and if more: others' passes may have come before it
 
 
 @dataclass(slots=True)
@@ -46,10 +47,10 @@ class AcceptanceRate:
         self.num_accepted = self.decay * self.num_accepted + num_accepted
         self.num_tested = self.decay * self.num_tested + tested
 
-    def value(self, prior: float = 1.0) -> float:
-        """Returns the rate, near `prior` while little is known."""
-        weighted = self.num_accepted + _PRIOR_TOKENS * prior
-        return weighted / (self.num_tested + _PRIOR_TOKENS)
+    def value(self, prior: float = 1.0, prior_tokens: float = _PRIOR_TOKENS) -> float:
+        """Returns the rate, near `prior` until many more than `prior_tokens` were tested."""
+        weighted = self.num_accepted + prior_tokens * prior
+        return weighted / (self.num_tested + prior_tokens)
 
 
 @dataclass(slots=True)
@@ -135,32 +136,22 @@ def profile_steps(runner: ModelRunner, clock: Callable[[], float]) -> StepCost:
 
 
 @dataclass(slots=True)
-class DraftingPause:
-    """How long a session has gone without drafts because they did not pay."""
-
-    num_rounds: int = 0
-    probe_after: int = _MIN_PROBE_ROUNDS
-
-    def is_over(self, probe_cost: float) -> bool:
-        """Counts a round; returns whether drafts are to be tried, for the time of some rounds."""
-        self.num_rounds += 1
-        if self.num_rounds < max(self.probe_after, probe_cost / _MAX_PROBE_SHARE):
-            return False
-        self.num_rounds = 0
-        self.probe_after = min(2 * self.probe_after, _MAX_PROBE_ROUNDS)
-        return True
-
-    def end(self) -> None:
-        """Drafts pay."""
-        self.num_rounds, self.probe_after = 0, _MIN_PROBE_ROUNDS
-
-
-@dataclass(slots=True)
 class SessionHistory:
     """What a session's past rounds say of its next."""
 
     acceptance: AcceptanceRate = field(default_factory=AcceptanceRate)
-    pause: DraftingPause = field(default_factory=DraftingPause)
+    is_drafting: bool = False  # whether drafts paid last time
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """What a session takes that is not open on its proposer yet, where that delays the target."""
+
+    seconds: float = 0.0  # the proposer's prefill, on the target's cores
+    num_tokens: int = 1  # of output to be expected, which bear it
+
+
+_IS_OPEN = Opening()
 
 
 @dataclass(slots=True)
@@ -170,6 +161,8 @@ class ProposerHistory:
     is_sequential: bool = True
     costs: dict[int, AnswerCost] = field(default_factory=dict)  # by the bits of that number
     acceptance: AcceptanceRate = field(default_factory=lambda: AcceptanceRate(_PROPOSER_DECAY))
+    opening_s: float | None = None  # moving average, for each token of the context
+    num_idle_rounds: int = 0  # of sessions that go without drafts, since one last tried them
 
     @classmethod
     def of(cls, offer: HelloAck) -> "ProposerHistory":
@@ -188,6 +181,27 @@ class ProposerHistory:
         """Takes in one answer."""
         cost = self.costs.setdefault(num_running.bit_length(), AnswerCost(self.is_sequential))
         cost.observe(num_tokens, answer_s)
+
+    def observe_opening(self, num_tokens: int, opening_s: float) -> None:
+        """Takes in the prefill of a context that many tokens long."""
+        newest = opening_s / num_tokens
+        if self.opening_s is None:
+            self.opening_s = newest
+            return
+        weight = _SHORT_OPENING_WEIGHT if newest < self.opening_s else _LONG_OPENING_WEIGHT
+        self.opening_s += weight * (newest - self.opening_s)
+
+    def is_probe_due(self, cost: float) -> bool:
+        """Counts a round without drafts; whether to try some, for the time of `cost` such rounds.
+
+        The sessions share the probes, as they share what is learned from them: all together may
+        lose only a small share of their time.
+        """
+        self.num_idle_rounds += 1
+        if self.num_idle_rounds < max(_MIN_PROBE_ROUNDS, cost / _MAX_PROBE_SHARE):
+            return False
+        self.num_idle_rounds = 0
+        return True
 
     def cost(self, num_running: int) -> AnswerCost | None:
         """Returns what answers take while so many sessions run, or the nearest number known."""
@@ -227,34 +241,50 @@ class DraftLength:
         if self.step_cost is not None:
             self.step_cost.observe(num_rows, step_s)
 
-    def choose(self, allowed: int, session: SessionHistory, proposer: ProposerHistory) -> int:
+    def choose(
+        self,
+        allowed: int,
+        session: SessionHistory,
+        proposer: ProposerHistory,
+        opening: Opening = _IS_OPEN,
+    ) -> int:
         """Returns how many tokens to draft next, from 0 to `allowed`; where none pay, few at times.
 
         Called once a round: it counts how long drafts have paused.
         """
-        num_tokens = self.best(allowed, session, proposer)
-        if num_tokens > 0:
-            session.pause.end()
-        elif allowed > 0 and session.pause.is_over(self._probe_cost(proposer)):
+        num_tokens = self.best(allowed, session, proposer, opening)
+        session.is_drafting = num_tokens > 0
+        if num_tokens == 0 < allowed and proposer.is_probe_due(self._probe_cost(proposer, opening)):
             return min(allowed, _PROBE_TOKENS)
         return num_tokens
 
-    def best(self, allowed: int, session: SessionHistory, proposer: ProposerHistory) -> int:
+    def best(
+        self,
+        allowed: int,
+        session: SessionHistory,
+        proposer: ProposerHistory,
+        opening: Opening = _IS_OPEN,
+    ) -> int:
         """Returns the number that gives most tokens per second; 0 unless that is clearly more.
 
-        While too little is known it is all that are allowed.
+        A session that drafts goes on while it is any more. While too little is known it is all that
+        are allowed.
         """
         cost = proposer.cost(self.num_running)
         if not self.is_adaptive or self.step_cost is None or cost is None:
             return allowed
-        rate = session.acceptance.value(proposer.acceptance.value())
+        # Sessions that run together wait for the longest block: the more they are, the less one
+        # goes its own way.
+        prior_tokens = self._num_sessions * _PRIOR_TOKENS
+        rate = session.acceptance.value(proposer.acceptance.value(), prior_tokens)
         times = self._times(allowed, cost, self.step_cost)
-        best, most = 0, _MIN_GAIN / times[0]
+        opening_s = self._num_sessions * opening.seconds / opening.num_tokens  # for each token
+        best, most = 0, (1.0 if session.is_drafting else _MIN_GAIN) / times[0]
         tokens = power = 1.0
         for num_tokens in range(1, allowed + 1):
             power *= rate
             tokens += power  # now E(num_tokens)
-            per_second = tokens / times[num_tokens]
+            per_second = tokens / (times[num_tokens] + tokens * opening_s)
             if per_second > most:
                 best, most = num_tokens, per_second
         return best
@@ -270,16 +300,26 @@ class DraftLength:
             self._round_times = known, times
         return self._round_times[1]
 
-    def _probe_cost(self, proposer: ProposerHistory) -> float:
-        """Returns what a round with few drafts costs, in rounds without any."""
-        return self._seconds(_PROBE_TOKENS, proposer.cost(self.num_running)) / self._seconds(0)
+    def _probe_cost(self, proposer: ProposerHistory, opening: Opening) -> float:
+        """Returns what it costs all sessions if one tries drafts, in rounds of one without any."""
+        cost = proposer.cost(self.num_running)
+        assert cost is not None  # or all that are allowed are best
+        assert self.step_cost is not None
+        num_sessions = self._num_sessions
+        step_s = self.step_cost.seconds(num_sessions)
+        wider_s = self.step_cost.seconds(num_sessions + _PROBE_TOKENS) - step_s
+        delay_s = opening.seconds + cost.seconds(_PROBE_TOKENS) + wider_s
+        return num_sessions * delay_s / step_s
 
-    def _seconds(self, num_tokens: int, cost: AnswerCost | None = None) -> float:
+    def _seconds(self, num_tokens: int, cost: AnswerCost) -> float:
         """Returns the expected time of a round, for all sessions that run."""
         assert self.step_cost is not None
-        num_rows = max(self.num_running, 1) * (1 + num_tokens)
-        answer_s = 0.0 if cost is None else cost.seconds(num_tokens)
-        return answer_s + self.step_cost.seconds(num_rows)
+        num_rows = self._num_sessions * (1 + num_tokens)
+        return cost.seconds(num_tokens) + self.step_cost.seconds(num_rows)
+
+    @property
+    def _num_sessions(self) -> int:
+        return max(self.num_running, 1)
 
 
 def build_draft_length(args: EngineArgs) -> DraftLength:

@@ -19,6 +19,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from specgw.addresses import is_local
 from specgw.hidden import MAX_COMMIT_BYTES
 from specgw.link import ProposerLink
 from specgw.types import (
@@ -33,7 +34,7 @@ from specgw.types import (
     UndraftedReason,
 )
 from verifier_svc.draft_laws import are_laws
-from verifier_svc.draft_length import DraftLength, ProposerHistory
+from verifier_svc.draft_length import DraftLength, Opening, ProposerHistory
 from verifier_svc.local_drafts import ADDRESS, LocalDrafts
 from verifier_svc.session import Session
 
@@ -47,6 +48,7 @@ _RETRY_S = 1.0  # before a session that was refused asks again
 _RETRY_AFTER_S = {UndraftedReason.RESYNC: 0.0, UndraftedReason.CONTEXT_LIMIT: math.inf}
 _MIN_PROBE_S = 0.25  # before a slow proposer is asked again; doubles up to the maximum
 _MAX_PROBE_S = 8.0
+_LEAST_EXPECTED_TOKENS = 64  # of an answer's output, if it may have so many
 
 PROPOSER = "proposer"
 """The source of blocks that a proposer drafted; other sources are the verifier's own."""
@@ -131,6 +133,7 @@ class Drafting:
         length: DraftLength | None = None,
         local: LocalDrafts | None = None,
         uses_draft_probs: bool = False,
+        target_device: str = "",
     ) -> None:
         self._local = local or LocalDrafts()
         self._peers = {link.address: _Peer(link) for link in links}
@@ -142,6 +145,7 @@ class Drafting:
         self.step_s: float | None = None
         self._on_answer = on_answer
         self._uses_draft_probs = uses_draft_probs
+        self._target_device = target_device
         self._measured: tuple[object, ...] = ()  # the newest answer
 
     @property
@@ -191,9 +195,12 @@ class Drafting:
     # A session's life.
 
     def open(self, session: Session, now: float) -> None:
-        """Opens a session that is to be drafted on a proposer, so that both prefills overlap."""
+        """Opens a session that is to be drafted on a proposer, so that both prefills overlap.
+
+        Where they would only take turns on the same cores, the target's comes first.
+        """
         peer = self._peer_for(session, now)
-        if peer is None or peer.is_slow:
+        if peer is None or peer.is_slow or self._shares_cores(peer):
             return
         if self.length.best(self._room(session), session.history, peer.history) > 0:
             self._open_on(peer, session)
@@ -318,6 +325,7 @@ class Drafting:
         answer_s = now - session.draft.asked_at
         self._on_answer(answer_s, block.draft_s)
         if session.draft.is_first:
+            self._measure_opening(peer, session, answer_s)
             return
         if block.token_ids:  # a refusal takes no drafting
             num_running = self.length.num_running
@@ -330,6 +338,12 @@ class Drafting:
             peer.mark_fast()
         else:
             peer.mark_slow(now)
+
+    def _measure_opening(self, peer: _Peer, session: Session, answer_s: float) -> None:
+        usual = peer.history.cost(self.length.num_running)
+        if self._shares_cores(peer) and usual is not None:
+            opening_s = max(0.0, answer_s - usual.seconds(session.draft.asked_tokens))
+            peer.history.observe_opening(len(session.context), opening_s)
 
     # Without a proposer.
 
@@ -397,7 +411,22 @@ class Drafting:
         """Returns how many tokens the proposer is to draft for the next round."""
         assert peer.ack is not None  # or it is not one to ask
         allowed = min(self._room(session), peer.ack.max_draft_tokens)
-        return self.length.choose(allowed, session.history, peer.history)
+        opening = self._opening(peer, session)
+        return self.length.choose(allowed, session.history, peer.history, opening)
+
+    def _opening(self, peer: _Peer, session: Session) -> Opening:
+        """Returns what it takes to open the session; an answer is expected to double its length."""
+        if session.draft.is_open or not self._shares_cores(peer):
+            return Opening()
+        length = len(session.context)
+        expected = max(length - len(session.request.prompt_token_ids), _LEAST_EXPECTED_TOKENS)
+        num_tokens = min(expected, session.remaining_tokens)
+        return Opening((peer.history.opening_s or 0.0) * length, num_tokens)
+
+    def _shares_cores(self, peer: _Peer) -> bool:
+        """Whether the proposer computes on the processor that the target computes on."""
+        device = peer.ack.draft_model.device if peer.ack is not None else ""
+        return device == self._target_device == "cpu" and is_local(peer.link.address)
 
     def _ask(self, peer: _Peer, session: Session, num_tokens: int, now: float) -> None:
         draft = session.draft

@@ -1,6 +1,7 @@
 """What other threads tell the engine thread, in the order they told it."""
 
 import queue
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -70,6 +71,13 @@ class Inbox:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._num_requests = 0  # in `_events`
+        self._counting = threading.Lock()
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that the loop has not taken yet."""
+        return self._num_requests
 
     def submit(
         self,
@@ -83,6 +91,8 @@ class Inbox:
 
         They are built by the caller, since that may take longer than a step.
         """
+        with self._counting:
+            self._num_requests += 1
         self._events.put(Submit(session_id, request, seed, grammar, prediction))
 
     def cancel(self, session_id: int) -> None:
@@ -105,11 +115,17 @@ class Inbox:
     def waiting(self) -> Iterator[Event]:
         """Yields what has come so far, and not what comes meanwhile."""
         for _ in range(self._events.qsize()):
-            yield self._events.get_nowait()
+            yield self._taken(self._events.get_nowait())
 
     def wait(self, timeout_s: float | None) -> Event | None:
         """Returns the next event, or none after `timeout_s`; waits for ever if that is none."""
         try:
-            return self._events.get(timeout=timeout_s)
+            return self._taken(self._events.get(timeout=timeout_s))
         except queue.Empty:
             return None
+
+    def _taken(self, event: Event) -> Event:
+        if isinstance(event, Submit):
+            with self._counting:
+                self._num_requests -= 1
+        return event

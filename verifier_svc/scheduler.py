@@ -225,7 +225,8 @@ class Scheduler:
 
     def _count_running(self) -> None:
         """Tells how many sessions share the steps, those that are about to start among them."""
-        num_running = min(len(self._sessions), self._limits.max_num_seqs)
+        num_sessions = len(self._sessions) + self.inbox.num_requests
+        num_running = min(num_sessions, self._limits.max_num_seqs)
         self._drafting.length.num_running = num_running
 
     def _count_reused(self, session: Session) -> None:

@@ -90,6 +90,7 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
             length=build_draft_length(args),
             local=build_local_drafts(args, runner.max_model_len),
             uses_draft_probs=acceptance.uses_draft_probs,
+            target_device=runner.description.device,
         )
         self._proposers = drafting.addresses
         self._scheduler = Scheduler(

@@ -14,6 +14,7 @@ from verifier_svc.draft_length import (
     AcceptanceRate,
     AnswerCost,
     DraftLength,
+    Opening,
     ProposerHistory,
     SessionHistory,
     StepCost,
@@ -46,7 +47,7 @@ class World:
         self.length = DraftLength()
         self.length.step_cost = StepCost(PROFILE)
         self.length.num_running = num_sessions
-        self.session = SessionHistory()
+        self.sessions = [SessionHistory() for _ in range(num_sessions)]
         self.proposer = ProposerHistory.of(offer(MAX_DRAFT_TOKENS if is_parallel else 1))
         self.rng = random.Random(0)
         self.num_tokens = 0
@@ -69,25 +70,39 @@ class World:
     def plain(self) -> float:
         return 1 / self.round_s(0)
 
+    @property
+    def session(self) -> SessionHistory:
+        """One of them."""
+        return self.sessions[0]
+
     def run(self, num_rounds: int) -> float:
         """Returns tokens per second of one session."""
         num_tokens, seconds = 0, 0.0
         for _ in range(num_rounds):
-            asked = self.length.choose(MAX_DRAFT_TOKENS, self.session, self.proposer)
-            accepted = 0
-            while accepted < asked and self.rng.random() < self.rate:
-                accepted += 1
+            asked = [
+                self.length.choose(MAX_DRAFT_TOKENS, session, self.proposer)
+                for session in self.sessions
+            ]
             noise = self.rng.uniform(0.9, 1.1)
-            if asked:
-                self.session.acceptance.observe(asked, accepted)
-                self.proposer.acceptance.observe(asked, accepted)
-                answer_s = self.answer_s(asked) * noise
-                self.proposer.observe(asked, answer_s, self.num_sessions)
-            step_s = self.step_cost.seconds(self.num_sessions * (1 + asked))
-            self.length.observe_step(self.num_sessions * (1 + asked), step_s * noise)
-            num_tokens += accepted + 1
-            seconds += self.answer_s(asked) + step_s
-        return num_tokens / seconds
+            num_tokens += sum(map(self.accept, self.sessions, asked)) + self.num_sessions
+            answer_s = self.answer_s(max(asked))
+            if any(asked):
+                self.proposer.observe(max(asked), answer_s * noise, self.num_sessions)
+            num_rows = self.num_sessions + sum(asked)
+            step_s = self.step_cost.seconds(num_rows)
+            self.length.observe_step(num_rows, step_s * noise)
+            seconds += answer_s + step_s
+        return num_tokens / self.num_sessions / seconds
+
+    def accept(self, session: SessionHistory, num_drafted: int) -> int:
+        """Tests a session's drafts; returns how many are accepted."""
+        accepted = 0
+        while accepted < num_drafted and self.rng.random() < self.rate:
+            accepted += 1
+        if num_drafted:
+            session.acceptance.observe(num_drafted, accepted)
+            self.proposer.acceptance.observe(num_drafted, accepted)
+        return accepted
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 0.98])
@@ -124,6 +139,72 @@ def test_without_knowledge_the_most_is_drafted() -> None:
     assert length.choose(5, session, proposer) == 5
     length.step_cost = StepCost(PROFILE)
     assert length.choose(5, session, proposer) == 5
+
+
+def test_a_session_with_few_tokens_to_come_is_not_opened_for_them() -> None:
+    """Its prefill on the target's cores would take longer than the drafts save."""
+    world = World(0.9, 0.005, 1)
+    world.run(100)
+    saved_s = 1 / world.plain() - 1 / world.best()  # a token
+    opening_s = 20 * saved_s
+
+    def best(num_tokens: int) -> int:
+        opening = Opening(opening_s, num_tokens)
+        return world.length.best(MAX_DRAFT_TOKENS, world.session, world.proposer, opening)
+
+    assert best(10) == 0
+    assert best(40) > 0
+
+
+def test_each_of_many_sessions_waits_for_the_openings_of_all() -> None:
+    world = World(0.9, 0.0005, 4)
+    world.run(100)
+    saved_s = 1 / world.plain() - 1 / world.best()
+    assert saved_s > 0
+
+    def best(opening_s: float) -> int:
+        opening = Opening(opening_s, 64)
+        return world.length.best(MAX_DRAFT_TOKENS, world.session, world.proposer, opening)
+
+    assert best(64 * saved_s / 4 * 0.8) > 0
+    assert best(64 * saved_s / 4 * 1.2) == 0
+
+
+@pytest.mark.parametrize("num_sessions", [1, 8])
+@pytest.mark.parametrize("opening_s", [0.0, 0.5, 5.0])
+def test_trying_drafts_costs_all_sessions_a_hundredth_at_most(
+    num_sessions: int, opening_s: float
+) -> None:
+    """Every try opens another session, as where answers are short."""
+    world = World(0.0, 0.1, num_sessions)
+    world.run(100)
+    plain_s = world.round_s(0)
+    seconds, lost_s, num_probes = 0.0, 0.0, 0
+    for _ in range(200_000):
+        asked = world.length.choose(
+            MAX_DRAFT_TOKENS, world.session, world.proposer, Opening(opening_s, 64)
+        )
+        seconds += plain_s / num_sessions  # a session's share of a round
+        if asked:
+            rows = num_sessions + asked
+            wider_s = world.step_cost.seconds(rows) - plain_s
+            lost_s += opening_s + world.answer_s(asked) + wider_s
+            num_probes += 1
+
+    assert num_probes > 1
+    assert lost_s <= 0.011 * seconds
+
+
+def test_what_openings_take_is_learned_by_the_length_of_the_context() -> None:
+    proposer = ProposerHistory()
+    proposer.observe_opening(100, 0.2)
+    assert proposer.opening_s == pytest.approx(0.002)
+    for _ in range(200):
+        proposer.observe_opening(1000, 4.0)
+
+    assert proposer.opening_s == pytest.approx(0.004, rel=1e-3)
+    proposer.observe_opening(1000, 1.0)  # nothing else ran before it
+    assert proposer.opening_s == pytest.approx(0.0025, rel=1e-2)
 
 
 def test_a_fixed_length_is_kept_whatever_it_costs() -> None:
