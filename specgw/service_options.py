@@ -1,5 +1,7 @@
 """The options that a service's own command has: the same for verifier and proposer."""
 
+import functools
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +15,20 @@ _OPTIONS = (
 
 
 def service_options(function: Callable[..., None]) -> Callable[..., None]:
-    """Adds `file`, `listen` and `parent_pipe` to a command."""
+    """Adds `file`, `listen` and `parent_pipe` to a command.
+
+    A service with a parent leaves the parent's process group: ctrl-C is for the parent, which
+    drains first. It stays in the parent's session: Linux schedules each session apart, so that
+    priorities would not count between services in sessions of their own.
+    """
+
+    @functools.wraps(function)
+    def run(file: Path | None, listen: str | None, parent_pipe: int | None) -> None:
+        if parent_pipe is not None:
+            os.setpgid(0, 0)
+        function(file, listen, parent_pipe)
+
+    command: Callable[..., None] = run
     for option in reversed(_OPTIONS):
-        function = option(function)
-    return function
+        command = option(command)
+    return command

@@ -120,9 +120,6 @@ class Child:
                 stdin=asyncio.subprocess.DEVNULL,
                 env=child_environment(),
                 pass_fds=(read_end,),
-                # Ctrl-C reaches this process only, which drains first. A session of its own would
-                # be scheduled apart, so that no priority would count between the children.
-                process_group=0,
             )
         finally:
             os.close(read_end)

@@ -48,7 +48,7 @@ _RETRY_S = 1.0  # before a session that was refused asks again
 _RETRY_AFTER_S = {UndraftedReason.RESYNC: 0.0, UndraftedReason.CONTEXT_LIMIT: math.inf}
 _MIN_PROBE_S = 0.25  # before a slow proposer is asked again; doubles up to the maximum
 _MAX_PROBE_S = 8.0
-_LEAST_EXPECTED_TOKENS = 64  # of an answer's output, if it may have so many
+_EXPECTED_TOKENS = 64  # of an answer's output, while nothing is known of others
 
 PROPOSER = "proposer"
 """The source of blocks that a proposer drafted; other sources are the verifier's own."""
@@ -146,6 +146,7 @@ class Drafting:
         self._on_answer = on_answer
         self._uses_draft_probs = uses_draft_probs
         self._target_device = target_device
+        self._output_length = float(_EXPECTED_TOKENS)  # moving average over answers
         self._measured: tuple[object, ...] = ()  # the newest answer
 
     @property
@@ -238,6 +239,8 @@ class Drafting:
 
     def close(self, session: Session) -> None:
         """Ends the session on its proposer."""
+        num_output = len(session.context) - len(session.request.prompt_token_ids)
+        self._output_length = moving_average(self._output_length, num_output)
         peer = self._peers.get(session.draft.address)
         if peer is not None and session.draft.is_open:
             peer.close.append(session.session_id)
@@ -415,13 +418,17 @@ class Drafting:
         return self.length.choose(allowed, session.history, peer.history, opening)
 
     def _opening(self, peer: _Peer, session: Session) -> Opening:
-        """Returns what it takes to open the session; an answer is expected to double its length."""
+        """Returns what it takes to open the session, and how much is still to be expected of it.
+
+        That is what other answers had after so many tokens, or as many tokens again.
+        """
         if session.draft.is_open or not self._shares_cores(peer):
             return Opening()
         length = len(session.context)
-        expected = max(length - len(session.request.prompt_token_ids), _LEAST_EXPECTED_TOKENS)
-        num_tokens = min(expected, session.remaining_tokens)
-        return Opening((peer.history.opening_s or 0.0) * length, num_tokens)
+        num_output = length - len(session.request.prompt_token_ids)
+        expected = max(int(self._output_length) - num_output, num_output)
+        opening_s = (peer.history.opening_s or 0.0) * length
+        return Opening(opening_s, max(1, min(expected, session.remaining_tokens)))
 
     def _shares_cores(self, peer: _Peer) -> bool:
         """Whether the proposer computes on the processor that the target computes on."""

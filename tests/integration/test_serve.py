@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -76,6 +77,20 @@ async def complete(client: httpx.AsyncClient, **changes: Any) -> dict[str, Any]:
     return answer
 
 
+def engine_priorities(pid: int) -> set[int]:
+    """Returns the priorities of the threads in which a service computes."""
+    engines = [task for task in Path(f"/proc/{pid}/task").iterdir() if _name(task) == "engine"]
+    return {os.getpriority(os.PRIO_PROCESS, int(task.name)) for task in engines}
+
+
+def own_priority() -> int:
+    return os.getpriority(os.PRIO_PROCESS, 0)
+
+
+def _name(task: Path) -> str:
+    return (task / "comm").read_text().strip()
+
+
 async def ready(client: httpx.AsyncClient) -> None:
     async with asyncio.timeout(60):
         while (await client.get("/health")).status_code != 200:
@@ -92,6 +107,9 @@ async def test_serve_answers_and_leaves_nothing_behind(config: Sequence[str]) ->
             for name in ("verifier", "proposer")
         ]
         children = [os.pidfd_open(pid) for pid in pids]
+        groups = {os.getpgid(pid) for pid in (serve.process.pid, *pids)}
+        sessions = {os.getsid(pid) for pid in (serve.process.pid, *pids)}
+        priorities = [engine_priorities(pid) for pid in pids]
         async with httpx.AsyncClient(base_url=url, timeout=60) as client:
             await ready(client)
             models = (await client.get("/v1/models")).json()
@@ -105,6 +123,9 @@ async def test_serve_answers_and_leaves_nothing_behind(config: Sequence[str]) ->
         exit_code = await serve.end()
 
     assert exit_code == 0
+    assert len(groups) == 3  # ctrl-C is for the parent alone
+    assert len(sessions) == 1  # or priorities would not count between them
+    assert priorities == [{own_priority()}, {19}]  # drafts are computed while the target waits
     assert models["data"][0]["id"] == "tiny/target"
     assert drafted["choices"][0]["text"] == plain["choices"][0]["text"] != ""
     assert plain["metrics"]["speculative_decoding"]["num_draft_tokens"] == 0

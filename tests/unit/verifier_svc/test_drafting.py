@@ -135,6 +135,64 @@ def test_a_session_that_drafts_would_not_pay_costs_the_proposer_nothing() -> Non
     assert second.draft.reason is UndraftedReason.NO_GAIN
 
 
+@pytest.mark.parametrize(
+    ("address", "device", "target_device", "at_once"),
+    [
+        ("unix:/p.sock", "cpu", "cpu", False),
+        ("127.0.0.1:1", "cpu", "cpu", False),
+        ("proposer:1", "cpu", "cpu", True),
+        ("unix:/p.sock", "cuda:0", "cpu", True),
+        ("unix:/p.sock", "cpu", "cuda:0", True),
+    ],
+)
+def test_on_the_targets_cores_a_session_is_opened_after_the_targets_prefill(
+    address: str, device: str, target_device: str, at_once: bool
+) -> None:
+    """Elsewhere both prefills overlap. It is opened when its first block is asked for."""
+    link, session = RecordingLink(address), new_session(1)
+    drafting = Drafting([link], 50, TIMEOUT_S, target_device=target_device)
+    drafting.link_up(address, replace(ack(), draft_model=replace(SCRIPTED_MODEL, device=device)))
+    drafting.open(session, now=1.0)
+    drafting.flush()
+
+    assert [len(step.open) for step in link.sent] == [1] * at_once
+
+    session.append([7])
+    drafting.ask(session, now=2.0)
+    drafting.flush()
+
+    assert sum(len(step.open) for step in link.sent) == 1
+    assert link.sent[-1].commit[0].max_draft_tokens == 4
+
+
+def test_a_session_is_not_opened_on_the_targets_cores_for_a_few_last_tokens() -> None:
+    """Its proposer would compute the whole context for them, while the target waits."""
+    length = DraftLength()
+    length.step_cost = StepCost(((1, 0.1), (8, 0.1)))
+    link = RecordingLink("unix:/p.sock")
+    drafting = Drafting([link], 50, TIMEOUT_S, length=length, target_device="cpu")
+    drafting.link_up(
+        "unix:/p.sock", replace(ack(), draft_model=replace(SCRIPTED_MODEL, device="cpu"))
+    )
+    now = 0.0
+
+    def drafts(session: Session, answers_s: Sequence[float]) -> bool:
+        """Lets a session draft; returns whether it is open."""
+        nonlocal now
+        for answer_s in answers_s:
+            session.append([7])
+            drafting.ask(session, now)
+            now += answer_s
+            block = DraftBlock(session.session_id, len(session.context), (8, 9))
+            drafting.receive("unix:/p.sock", block, session, now)
+        return session.draft.is_open
+
+    assert drafts(new_session(1), [2.0, 0.01, 0.01])  # nothing was known
+    assert drafts(new_session(2), [2.0, 0.01])  # what an answer takes is known, openings are not
+    assert not drafts(new_session(3, max_tokens=8), [0.0])
+    assert drafts(new_session(4, max_tokens=90), [2.0])
+
+
 def test_a_session_is_opened_with_its_context_and_then_only_extended(bench: Bench) -> None:
     session = new_session(1)
     bench.drafting.open(session, bench.now)

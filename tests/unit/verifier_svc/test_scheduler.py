@@ -1,11 +1,12 @@
 """The scheduler's promises, one step at a time, on a tiny random model."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from specgw.engine.loading import ModelOptions, load_model
-from specgw.engine.model_runner import ModelRunner
+from specgw.engine.model_runner import ModelRunner, SequenceChunk
 from specgw.errors import InvalidRequest, Overloaded
 from specgw.link import InProcessLink
 from specgw.types import (
@@ -290,6 +291,26 @@ def test_every_round_commits_a_token(random_runner: ModelRunner) -> None:
     [answer] = verifier.generate([PROMPT])
 
     assert [len(block) for block in answer.blocks] == [1] * 24
+
+
+def test_what_came_during_a_step_counts_when_the_next_blocks_are_asked_for() -> None:
+    """Requests that come together come one by one: the first is computed before the others."""
+    runner = ToyRunner()
+    verifier = InlineVerifier(runner)
+    verifier.submit(PROMPT)
+
+    def others_come(chunks: Sequence[SequenceChunk]) -> None:
+        if len(verifier.answers) == 1:
+            for other in OTHERS[:2]:
+                verifier.submit(other)
+
+    runner.fault = others_come
+    verifier.step()
+
+    assert verifier.drafting.length.num_running == 3
+    assert verifier.scheduler.inbox.num_requests == 2
+    verifier.run()
+    assert verifier.scheduler.inbox.num_requests == 0
 
 
 @pytest.mark.parametrize(
