@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 
 from specgw.engine.extension import FLOAT, INT, POINTER, load_operators
+from specgw.engine.huge_pages import HugePages
 
 _BLOCK = 48  # output columns that lie together in packed weights
 _MAX_HEAD_DIM = 256
 _MULTIPLE = 32  # of which a head's size must be a multiple
 
+_weights = HugePages()
 _operators = load_operators(
     "_cpu_kernels",
     {
@@ -49,7 +51,7 @@ def pack(weight: Tensor) -> Tensor:
     num_blocks = -(-num_columns // _BLOCK)
     padded = torch.nn.functional.pad(weight, (0, 0, 0, num_blocks * _BLOCK - num_columns))
     pairs = padded.contiguous().view(torch.int32).view(num_blocks, _BLOCK, size // 2)
-    packed = pairs.transpose(1, 2).contiguous()
+    packed = _weights.copy(pairs.transpose(1, 2))
     return packed.view(torch.bfloat16).view(num_blocks, size // 2, _BLOCK, 2)
 
 
@@ -112,7 +114,7 @@ def pack_int8(weight: Tensor) -> Int8Weights:
     rounded = padded.div_(steps).round_().to(torch.int8)
     totals = rounded.sum(1, dtype=torch.int32)
     quads = rounded.view(torch.int32).view(num_blocks, _BLOCK, size // 4)
-    packed = quads.transpose(1, 2).contiguous().view(torch.int8)
+    packed = _weights.copy(quads.transpose(1, 2)).view(torch.int8)
     return Int8Weights(packed.view(num_blocks, size // 4, _BLOCK, 4), scales, totals, num_columns)
 
 

@@ -16,7 +16,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
+from specgw.engine.huge_pages import HugePages
 from specgw.engine.prefix_cache import PrefixCache
 
 BLOCK_SIZE = 16
@@ -69,8 +71,10 @@ class KVCache:
         self._last_used = np.zeros(num_blocks, dtype=np.int64)  # of free blocks with a prefix
         self._num_uses = 0
         shape = ((num_blocks + has_scratch) * block_size, 2 * num_kv_heads, head_dim)
-        build = torch.zeros if has_scratch else torch.empty
-        self.layers = [build(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        self.layers = [_build_layer(shape, dtype, device) for _ in range(num_layers)]
+        if has_scratch:  # which is read before it is written
+            for layer in self.layers:
+                layer.zero_()
 
     @property
     def capacity_tokens(self) -> int:
@@ -280,6 +284,12 @@ class KVCache:
         starts, ends = np.flatnonzero(edges == 1), np.flatnonzero(edges == -1)
         largest = int((ends - starts).argmax())
         return int(starts[largest]), int(ends[largest] - starts[largest])
+
+
+def _build_layer(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    if device.type == "cpu":
+        return HugePages(chunk_bytes=0).empty(shape, dtype)
+    return torch.empty(tuple(shape), dtype=dtype, device=device)
 
 
 @dataclass(frozen=True, slots=True)
