@@ -24,11 +24,12 @@ _OUTLIER = 3.0  # a step this many times as long as expected was disturbed
 _DECAY = 0.95  # of what is known, with each new answer of a proposer
 _SESSION_DECAY = 0.98  # of what is known, with each new round of a session
 _PROPOSER_DECAY = 0.998  # the same, with each new round of any session
-_PRIOR_TOKENS = 8.0  # tested, that the proposer's own rate counts for in a session that runs alone
+_PRIOR_TOKENS = 32.0  # tested, that the proposer's own rate counts for in a session that runs alone
 _MIN_GAIN = 1.03  # over plain decoding, for drafts to be worth their trouble
 _PROBE_TOKENS = 2
 _MAX_PROBE_SHARE = 0.01  # of the time that sessions without drafts take
 _MIN_PROBE_ROUNDS = 16  # without drafts, before they are tried again
+_MIN_ANSWERS = 3  # of a proposer, and openings, before they are judged: the first ones are slow
 _SHORT_OPENING_WEIGHT = 0.5  # of the newest opening, if it took less than expected
 _LONG_OPENING_WEIGHT = 0.05  # and if more: others' passes may have come before it
 
@@ -81,6 +82,25 @@ class AnswerCost:
         else:
             slope = min(max(slope, 0.0), most)  # blocks that were ready scatter the others
         return max(0.0, mean_y + slope * (num_tokens - mean_x))
+
+
+@dataclass(slots=True)
+class OpeningCost:
+    """Seconds of a proposer's prefill for each token of a context."""
+
+    num_openings: int = 0
+    token_s: float = 0.0  # moving average
+
+    def observe(self, num_tokens: int, opening_s: float) -> None:
+        """Takes in the prefill of a context that many tokens long."""
+        newest = opening_s / num_tokens
+        weight = _SHORT_OPENING_WEIGHT if newest < self.token_s else _LONG_OPENING_WEIGHT
+        self.token_s += (weight if self.num_openings else 1.0) * (newest - self.token_s)
+        self.num_openings += 1
+
+    def seconds(self, num_tokens: int) -> float:
+        """Returns the expected time; none while there were too few to tell."""
+        return self.token_s * num_tokens if self.num_openings >= _MIN_ANSWERS else 0.0
 
 
 class StepCost:
@@ -161,7 +181,8 @@ class ProposerHistory:
     is_sequential: bool = True
     costs: dict[int, AnswerCost] = field(default_factory=dict)  # by the bits of that number
     acceptance: AcceptanceRate = field(default_factory=lambda: AcceptanceRate(_PROPOSER_DECAY))
-    opening_s: float | None = None  # moving average, for each token of the context
+    num_answers: int = 0
+    openings: OpeningCost = field(default_factory=OpeningCost)
     num_idle_rounds: int = 0  # of sessions that go without drafts, since one last tried them
 
     @classmethod
@@ -174,22 +195,15 @@ class ProposerHistory:
     def of_lookup(cls) -> "ProposerHistory":
         """Returns that of the verifier's own lookup, whose answers take no time."""
         history = cls(is_sequential=False)
-        history.observe(1, 0.0, num_running=1)
+        for _ in range(_MIN_ANSWERS):
+            history.observe(1, 0.0, num_running=1)
         return history
 
     def observe(self, num_tokens: int, answer_s: float, num_running: int) -> None:
         """Takes in one answer."""
+        self.num_answers += 1
         cost = self.costs.setdefault(num_running.bit_length(), AnswerCost(self.is_sequential))
         cost.observe(num_tokens, answer_s)
-
-    def observe_opening(self, num_tokens: int, opening_s: float) -> None:
-        """Takes in the prefill of a context that many tokens long."""
-        newest = opening_s / num_tokens
-        if self.opening_s is None:
-            self.opening_s = newest
-            return
-        weight = _SHORT_OPENING_WEIGHT if newest < self.opening_s else _LONG_OPENING_WEIGHT
-        self.opening_s += weight * (newest - self.opening_s)
 
     def is_probe_due(self, cost: float) -> bool:
         """Counts a round without drafts; whether to try some, for the time of `cost` such rounds.
@@ -204,10 +218,15 @@ class ProposerHistory:
         return True
 
     def cost(self, num_running: int) -> AnswerCost | None:
-        """Returns what answers take while so many sessions run, or the nearest number known."""
+        """Returns what answers take while so many sessions run, or the nearest number known.
+
+        None while there were too few to tell.
+        """
+        if self.num_answers < _MIN_ANSWERS:
+            return None
         bits = num_running.bit_length()
-        nearest = min(self.costs, key=lambda known: abs(known - bits), default=None)
-        return None if nearest is None else self.costs[nearest]
+        nearest = min(self.costs, key=lambda known: abs(known - bits))
+        return self.costs[nearest]
 
 
 class DraftLength:

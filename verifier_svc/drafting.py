@@ -346,7 +346,7 @@ class Drafting:
         usual = peer.history.cost(self.length.num_running)
         if self._shares_cores(peer) and usual is not None:
             opening_s = max(0.0, answer_s - usual.seconds(session.draft.asked_tokens))
-            peer.history.observe_opening(len(session.context), opening_s)
+            peer.history.openings.observe(len(session.context), opening_s)
 
     # Without a proposer.
 
@@ -427,7 +427,7 @@ class Drafting:
         length = len(session.context)
         num_output = length - len(session.request.prompt_token_ids)
         expected = max(int(self._output_length) - num_output, num_output)
-        opening_s = (peer.history.opening_s or 0.0) * length
+        opening_s = peer.history.openings.seconds(length)
         return Opening(opening_s, max(1, min(expected, session.remaining_tokens)))
 
     def _shares_cores(self, peer: _Peer) -> bool:

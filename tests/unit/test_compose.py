@@ -51,6 +51,15 @@ def test_services_run_without_privileges() -> None:
         assert service["cap_drop"] == ["ALL"]
 
 
+def test_on_the_targets_cores_the_proposer_has_what_the_target_leaves() -> None:
+    """Priorities of threads count within a container only."""
+    proposer, verifier, _ = load("compose.yaml")["services"].values()
+
+    assert proposer["cpu_shares"] < 100
+    assert "cpu_shares" not in verifier
+    assert load("deploy/compose.gpu.yaml")["services"]["proposer"]["cpu_shares"] == 1024
+
+
 def test_verifier_and_proposer_reserve_a_gpu_each() -> None:
     services = load("deploy/compose.gpu.yaml")["services"]
 

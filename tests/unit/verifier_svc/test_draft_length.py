@@ -15,6 +15,7 @@ from verifier_svc.draft_length import (
     AnswerCost,
     DraftLength,
     Opening,
+    OpeningCost,
     ProposerHistory,
     SessionHistory,
     StepCost,
@@ -196,15 +197,28 @@ def test_trying_drafts_costs_all_sessions_a_hundredth_at_most(
 
 
 def test_what_openings_take_is_learned_by_the_length_of_the_context() -> None:
-    proposer = ProposerHistory()
-    proposer.observe_opening(100, 0.2)
-    assert proposer.opening_s == pytest.approx(0.002)
-    for _ in range(200):
-        proposer.observe_opening(1000, 4.0)
+    cost = OpeningCost()
+    for _ in range(3):
+        assert cost.seconds(100) == 0  # the first ones are slow
+        cost.observe(100, 0.2)
+    assert cost.seconds(50) == pytest.approx(0.1)
 
-    assert proposer.opening_s == pytest.approx(0.004, rel=1e-3)
-    proposer.observe_opening(1000, 1.0)  # nothing else ran before it
-    assert proposer.opening_s == pytest.approx(0.0025, rel=1e-2)
+    for _ in range(200):
+        cost.observe(1000, 4.0)
+    assert cost.seconds(1) == pytest.approx(0.004, rel=1e-3)
+    cost.observe(1000, 1.0)  # nothing else ran before it
+    assert cost.seconds(1) == pytest.approx(0.0025, rel=1e-2)
+
+
+def test_a_proposer_is_not_judged_by_its_first_answer() -> None:
+    length, session, proposer = DraftLength(), SessionHistory(), ProposerHistory.of(offer(1))
+    length.step_cost = StepCost(PROFILE)
+    for _ in range(2):
+        proposer.observe(4, 10.0, num_running=1)
+        assert length.choose(5, session, proposer) == 5
+    proposer.observe(4, 10.0, num_running=1)
+
+    assert length.choose(5, session, proposer) == 0
 
 
 def test_a_fixed_length_is_kept_whatever_it_costs() -> None:

@@ -121,7 +121,7 @@ def test_a_session_that_drafts_would_not_pay_costs_the_proposer_nothing() -> Non
     """Neither a prefill nor a message, once another session has shown what drafts cost."""
     bench = Bench(costly_drafts())
     first = new_session(1)
-    for _ in range(3):
+    for _ in range(4):
         bench.round(first, answer_s=0.01)
     sent = len(bench.links[0].sent)
     second = new_session(2)
@@ -187,10 +187,11 @@ def test_a_session_is_not_opened_on_the_targets_cores_for_a_few_last_tokens() ->
             drafting.receive("unix:/p.sock", block, session, now)
         return session.draft.is_open
 
-    assert drafts(new_session(1), [2.0, 0.01, 0.01])  # nothing was known
-    assert drafts(new_session(2), [2.0, 0.01])  # what an answer takes is known, openings are not
-    assert not drafts(new_session(3, max_tokens=8), [0.0])
-    assert drafts(new_session(4, max_tokens=90), [2.0])
+    assert drafts(new_session(1), [2.0, *[0.01] * 3])  # nothing is known
+    for number in (2, 3, 4):  # what an answer takes is known, openings are not
+        assert drafts(new_session(number), [2.0, 0.01])
+    assert not drafts(new_session(5, max_tokens=8), [0.0])
+    assert drafts(new_session(6, max_tokens=90), [2.0])
 
 
 def test_a_session_is_opened_with_its_context_and_then_only_extended(bench: Bench) -> None:
