@@ -1,5 +1,6 @@
 """The options that a service's own command has: the same for verifier and proposer."""
 
+import contextlib
 import functools
 import os
 from collections.abc import Callable
@@ -25,7 +26,8 @@ def service_options(function: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(function)
     def run(file: Path | None, listen: str | None, parent_pipe: int | None) -> None:
         if parent_pipe is not None:
-            os.setpgid(0, 0)
+            with contextlib.suppress(PermissionError):  # it leads a session of its own
+                os.setpgid(0, 0)
         function(file, listen, parent_pipe)
 
     command: Callable[..., None] = run

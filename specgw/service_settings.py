@@ -107,8 +107,9 @@ class ProposerSettings(Frozen):
     has a device of its own."""
     yield_cores: Literal["auto", "on", "off"] = "auto"
     """Whether the draft model computes at the lowest priority, so that it does so while a target on
-    the same cores waits. `auto` means on a CPU where `listen` is for this machine. In containers
-    priorities count within each: give a proposer beside its target few `cpu_shares`."""
+    the same cores waits. `auto` means on a CPU where `listen` is for this machine alone. Linux
+    compares priorities within a container and within a session, as of `specgw serve`: elsewhere
+    give a proposer beside its target few `cpu_shares`."""
     max_sessions: PositiveInt = 64
     """Most sessions over all verifiers; others decode without drafts."""
     max_draft_support: Annotated[PositiveInt, Field(le=MAX_DRAFT_SUPPORT)] = 64

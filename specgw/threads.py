@@ -2,8 +2,9 @@
 
 import os
 import sys
+import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, wait
 from typing import ParamSpec, TypeVar
 
 _P = ParamSpec("_P")
@@ -20,8 +21,19 @@ def call_in_own_thread(function: Callable[_P, _T], /, *args: _P.args, **kwargs: 
     it lets none wait busily for the next operator, and a pass of a small model takes a fifth
     longer (`gomp_throttled_spin_count_var` in libgomp's team.c).
     """
-    with ThreadPoolExecutor(max_workers=1) as executor:
-        return executor.submit(function, *args, **kwargs).result()
+    result: Future[_T] = Future()
+
+    def call() -> None:
+        try:
+            result.set_result(function(*args, **kwargs))
+        except BaseException as error:
+            result.set_exception(error)
+
+    thread = threading.Thread(target=call, daemon=True)  # ctrl-C does not wait for it
+    thread.start()
+    wait([result])
+    thread.join()
+    return result.result()
 
 
 def yield_cores() -> None:

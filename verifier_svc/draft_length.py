@@ -22,11 +22,13 @@ _PROFILE_CONTEXT = 64
 _SCALE_WEIGHT = 0.1  # of the newest step
 _OUTLIER = 3.0  # a step this many times as long as expected was disturbed
 _DECAY = 0.95  # of what is known, with each new answer of a proposer
-_SESSION_DECAY = 0.98  # of what is known, with each new round of a session
+_SESSION_DECAY = 0.99  # of what is known, with each new round of a session
 _PROPOSER_DECAY = 0.998  # the same, with each new round of any session
 _PRIOR_TOKENS = 32.0  # tested, that the proposer's own rate counts for in a session that runs alone
+_MOST_PRIORS = 4  # times that many where several run
 _MIN_GAIN = 1.03  # over plain decoding, for drafts to be worth their trouble
 _PROBE_TOKENS = 2
+_PROBE_ROUNDS = 2  # of a session: the answer to the first may hold its prefill
 _MAX_PROBE_SHARE = 0.01  # of the time that sessions without drafts take
 _MIN_PROBE_ROUNDS = 16  # without drafts, before they are tried again
 _MIN_ANSWERS = 3  # of a proposer, and openings, before they are judged: the first ones are slow
@@ -161,6 +163,7 @@ class SessionHistory:
 
     acceptance: AcceptanceRate = field(default_factory=AcceptanceRate)
     is_drafting: bool = False  # whether drafts paid last time
+    num_probes: int = 0  # rounds to try drafts in, though they do not seem to pay
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +184,6 @@ class ProposerHistory:
     is_sequential: bool = True
     costs: dict[int, AnswerCost] = field(default_factory=dict)  # by the bits of that number
     acceptance: AcceptanceRate = field(default_factory=lambda: AcceptanceRate(_PROPOSER_DECAY))
-    num_answers: int = 0
     openings: OpeningCost = field(default_factory=OpeningCost)
     num_idle_rounds: int = 0  # of sessions that go without drafts, since one last tried them
 
@@ -201,7 +203,6 @@ class ProposerHistory:
 
     def observe(self, num_tokens: int, answer_s: float, num_running: int) -> None:
         """Takes in one answer."""
-        self.num_answers += 1
         cost = self.costs.setdefault(num_running.bit_length(), AnswerCost(self.is_sequential))
         cost.observe(num_tokens, answer_s)
 
@@ -222,11 +223,10 @@ class ProposerHistory:
 
         None while there were too few to tell.
         """
-        if self.num_answers < _MIN_ANSWERS:
+        known = [bits for bits, cost in self.costs.items() if cost.num_answers >= _MIN_ANSWERS]
+        if not known:
             return None
-        bits = num_running.bit_length()
-        nearest = min(self.costs, key=lambda known: abs(known - bits))
-        return self.costs[nearest]
+        return self.costs[min(known, key=lambda bits: abs(bits - num_running.bit_length()))]
 
 
 class DraftLength:
@@ -273,9 +273,14 @@ class DraftLength:
         """
         num_tokens = self.best(allowed, session, proposer, opening)
         session.is_drafting = num_tokens > 0
-        if num_tokens == 0 < allowed and proposer.is_probe_due(self._probe_cost(proposer, opening)):
+        if num_tokens > 0 or allowed <= 0:
+            return num_tokens
+        if not session.num_probes and proposer.is_probe_due(self._probe_cost(proposer, opening)):
+            session.num_probes = _PROBE_ROUNDS
+        if session.num_probes:
+            session.num_probes -= 1
             return min(allowed, _PROBE_TOKENS)
-        return num_tokens
+        return 0
 
     def best(
         self,
@@ -289,12 +294,17 @@ class DraftLength:
         A session that drafts goes on while it is any more. While too little is known it is all that
         are allowed.
         """
+        if not self.is_adaptive or self.step_cost is None:
+            return allowed
+        plain_s = opening.num_tokens * self.step_cost.seconds(self._num_sessions)
+        if self._num_sessions * opening.seconds > plain_s:
+            return 0  # whatever drafts cost
         cost = proposer.cost(self.num_running)
-        if not self.is_adaptive or self.step_cost is None or cost is None:
+        if cost is None:
             return allowed
         # Sessions that run together wait for the longest block: the more they are, the less one
         # goes its own way.
-        prior_tokens = self._num_sessions * _PRIOR_TOKENS
+        prior_tokens = min(self._num_sessions, _MOST_PRIORS) * _PRIOR_TOKENS
         rate = session.acceptance.value(proposer.acceptance.value(), prior_tokens)
         times = self._times(allowed, cost, self.step_cost)
         opening_s = self._num_sessions * opening.seconds / opening.num_tokens  # for each token
@@ -322,12 +332,12 @@ class DraftLength:
     def _probe_cost(self, proposer: ProposerHistory, opening: Opening) -> float:
         """Returns what it costs all sessions if one tries drafts, in rounds of one without any."""
         cost = proposer.cost(self.num_running)
-        assert cost is not None  # or all that are allowed are best
-        assert self.step_cost is not None
+        assert self.step_cost is not None  # or all that are allowed are best
         num_sessions = self._num_sessions
         step_s = self.step_cost.seconds(num_sessions)
         wider_s = self.step_cost.seconds(num_sessions + _PROBE_TOKENS) - step_s
-        delay_s = opening.seconds + cost.seconds(_PROBE_TOKENS) + wider_s
+        answer_s = 0.0 if cost is None else cost.seconds(_PROBE_TOKENS)
+        delay_s = opening.seconds + _PROBE_ROUNDS * (answer_s + wider_s)
         return num_sessions * delay_s / step_s
 
     def _seconds(self, num_tokens: int, cost: AnswerCost) -> float:

@@ -71,6 +71,7 @@ class _Peer:
     open: list[OpenSession] = field(default_factory=list)
     commit: list[Commit] = field(default_factory=list)
     close: list[int] = field(default_factory=list)
+    opening: dict[int, int] = field(default_factory=dict)  # contexts' lengths, until a first block
     answer_s: float | None = None  # moving average of the time from asking to a block
     drafted_s: float | None = None  # the same of those blocks that were not ready when asked for
     ready_rate: float = 0.0  # moving average of how many were
@@ -192,6 +193,7 @@ class Drafting:
             session.draft.reason = UndraftedReason.UNAVAILABLE
             self._draft_locally(session, is_alone=True)
         peer.session_ids.clear()
+        peer.opening.clear()
 
     # A session's life.
 
@@ -201,7 +203,10 @@ class Drafting:
         Where they would only take turns on the same cores, the target's comes first.
         """
         peer = self._peer_for(session, now)
-        if peer is None or peer.is_slow or self._shares_cores(peer):
+        if peer is None or peer.is_slow:
+            return
+        needs_prompt = peer.ack is not None and peer.ack.hidden is not None  # in hidden states
+        if self._shares_cores(peer) and not needs_prompt:
             return
         if self.length.best(self._room(session), session.history, peer.history) > 0:
             self._open_on(peer, session)
@@ -218,8 +223,8 @@ class Drafting:
             self._draft_locally(session, is_alone=True)
             return
         num_tokens = self._num_wanted(peer, session)
-        if num_tokens > 0 and not draft.is_open:
-            self._open_on(peer, session)
+        if num_tokens > 0 and not draft.is_open and not self._shares_cores(peer):
+            self._open_on(peer, session)  # even if a block is found here: its prefill costs nothing
         if not peer.is_slow and self._draft_locally(session, is_alone=False):
             if draft.is_open:
                 self._commit(peer, session, 0)
@@ -239,12 +244,14 @@ class Drafting:
 
     def close(self, session: Session) -> None:
         """Ends the session on its proposer."""
-        num_output = len(session.context) - len(session.request.prompt_token_ids)
-        self._output_length = moving_average(self._output_length, num_output)
+        if session.has_started:
+            num_output = len(session.context) - len(session.request.prompt_token_ids)
+            self._output_length = moving_average(self._output_length, num_output)
         peer = self._peers.get(session.draft.address)
         if peer is not None and session.draft.is_open:
             peer.close.append(session.session_id)
             peer.session_ids.discard(session.session_id)
+            peer.opening.pop(session.session_id, None)
         session.draft.reset()
         self._local.close(session)
 
@@ -274,6 +281,7 @@ class Drafting:
             self._measure(peer, session, block, now)
         draft.asked_length = draft.deadline = None
         draft.is_first = False
+        peer.opening.pop(session.session_id, None)
         if block.reason not in (None, UndraftedReason.EMPTY):
             self._refused(peer, session, block.reason, now)
         elif block.base_length == len(session.context):
@@ -328,7 +336,8 @@ class Drafting:
         answer_s = now - session.draft.asked_at
         self._on_answer(answer_s, block.draft_s)
         if session.draft.is_first:
-            self._measure_opening(peer, session, answer_s)
+            if block.token_ids:
+                self._measure_opening(peer, session, answer_s)
             return
         if block.token_ids:  # a refusal takes no drafting
             num_running = self.length.num_running
@@ -343,10 +352,12 @@ class Drafting:
             peer.mark_slow(now)
 
     def _measure_opening(self, peer: _Peer, session: Session, answer_s: float) -> None:
-        usual = peer.history.cost(self.length.num_running)
-        if self._shares_cores(peer) and usual is not None:
-            opening_s = max(0.0, answer_s - usual.seconds(session.draft.asked_tokens))
-            peer.history.openings.observe(len(session.context), opening_s)
+        """Learns from a first answer: the prefills of all that open at once are in it."""
+        if self._shares_cores(peer):
+            usual = peer.history.cost(self.length.num_running)
+            usual_s = usual.seconds(session.draft.asked_tokens) if usual is not None else 0.0
+            num_tokens = sum(peer.opening.values())
+            peer.history.openings.observe(num_tokens, max(0.0, answer_s - usual_s))
 
     # Without a proposer.
 
@@ -437,6 +448,10 @@ class Drafting:
 
     def _ask(self, peer: _Peer, session: Session, num_tokens: int, now: float) -> None:
         draft = session.draft
+        if not draft.is_open:
+            self._open_on(peer, session)
+        if draft.is_first:
+            peer.opening[session.session_id] = len(session.context)
         self._commit(peer, session, num_tokens)
         draft.asked_length = len(session.context)
         draft.asked_at, draft.asked_tokens = now, num_tokens

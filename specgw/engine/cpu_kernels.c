@@ -28,7 +28,7 @@ enum {
     CHUNK = 128,      // pairs of inputs before the next rows take their turn, so that weights stay in the L1 cache
     SPAN = 1024,      // values that one thread computes at least
     LINE = 32,        // bfloat16 values in a cache line, and in a register
-    AHEAD = 2048,     // weights that are prefetched into the L2 cache: 4 KiB
+    AHEAD = 4096,     // bytes ahead of the weights in use that are prefetched into the L2 cache
 };
 
 int specgw_is_supported(void) {
@@ -89,7 +89,7 @@ INLINE void add_products_of(int rows, int lines, const bf16 *x, int64_t size, co
 // One block of output columns for up to ROWS rows, which read the weights once: sums[num_rows][BLOCK].
 TARGET static void linear_few(const bf16 *x, int64_t num_rows, int64_t size, const bf16 *weight, float *sums) {
     memset(sums, 0, num_rows * BLOCK * sizeof *sums);
-    add_products_of(num_rows, COLUMNS, x, size, weight, size / 2, sums, weight + AHEAD);
+    add_products_of(num_rows, COLUMNS, x, size, weight, size / 2, sums, weight + AHEAD / sizeof *weight);
 }
 
 // The same for any number of rows, which take turns with a chunk of the weights. The first two tiles of rows prefetch
@@ -141,7 +141,7 @@ INLINE void add_int8_products(int rows, const uint8_t *x, int64_t size, const in
     for (int64_t quad = 0; quad < quads; quad++, weight += 4 * BLOCK) {
         __m512i w[COLUMNS];
         for (int j = 0; j < COLUMNS; j++) {
-            _mm_prefetch((const char *)(weight + 2 * AHEAD + 64 * j), _MM_HINT_T1);
+            _mm_prefetch((const char *)(weight + AHEAD + 64 * j), _MM_HINT_T1);
             w[j] = _mm512_loadu_si512(weight + 64 * j);
         }
         for (int r = 0; r < rows; r++) {

@@ -18,7 +18,6 @@ _BLOCK = 48  # output columns that lie together in packed weights
 _MAX_HEAD_DIM = 256
 _MULTIPLE = 32  # of which a head's size must be a multiple
 
-_weights = HugePages()
 _operators = load_operators(
     "_cpu_kernels",
     {
@@ -42,7 +41,7 @@ def can_attend(head_dim: int) -> bool:
     return head_dim <= _MAX_HEAD_DIM and head_dim % _MULTIPLE == 0
 
 
-def pack(weight: Tensor) -> Tensor:
+def pack(weight: Tensor, pages: HugePages) -> Tensor:
     """Lays out weights [num_columns, size] for `linear`: [ceil(num_columns / 64), size / 2, 64, 2].
 
     The size must be even.
@@ -51,7 +50,7 @@ def pack(weight: Tensor) -> Tensor:
     num_blocks = -(-num_columns // _BLOCK)
     padded = torch.nn.functional.pad(weight, (0, 0, 0, num_blocks * _BLOCK - num_columns))
     pairs = padded.contiguous().view(torch.int32).view(num_blocks, _BLOCK, size // 2)
-    packed = _weights.copy(pairs.transpose(1, 2))
+    packed = pages.copy(pairs.transpose(1, 2))
     return packed.view(torch.bfloat16).view(num_blocks, size // 2, _BLOCK, 2)
 
 
@@ -101,7 +100,7 @@ class Int8Weights:
     num_columns: int
 
 
-def pack_int8(weight: Tensor) -> Int8Weights:
+def pack_int8(weight: Tensor, pages: HugePages) -> Int8Weights:
     """Rounds weights [num_columns, size] to the nearest of 255 steps and lays them out.
 
     The size must be a multiple of 4.
@@ -114,7 +113,7 @@ def pack_int8(weight: Tensor) -> Int8Weights:
     rounded = padded.div_(steps).round_().to(torch.int8)
     totals = rounded.sum(1, dtype=torch.int32)
     quads = rounded.view(torch.int32).view(num_blocks, _BLOCK, size // 4)
-    packed = _weights.copy(quads.transpose(1, 2)).view(torch.int8)
+    packed = pages.copy(quads.transpose(1, 2)).view(torch.int8)
     return Int8Weights(packed.view(num_blocks, size // 4, _BLOCK, 4), scales, totals, num_columns)
 
 

@@ -23,7 +23,7 @@ from specgw.engine.compiled_layers import (
     LayerWeights,
     can_compile,
 )
-from specgw.engine.linear import Linear, build_linear
+from specgw.engine.linear import Linear, LinearBuilder
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
@@ -64,14 +64,15 @@ class Decoder:
         is_int8: bool = False,
     ) -> None:
         table = (config.vocab_size, config.hidden_size)
+        linears = LinearBuilder(is_int8=is_int8)
         embedding = weights.take("model.embed_tokens.weight", *table)
         self._layers = [
-            _Layer(config, weights, i, is_int8) for i in range(config.num_hidden_layers)
+            _Layer(config, weights, i, linears) for i in range(config.num_hidden_layers)
         ]
         self._norm = _norm(config, weights, "model.norm")
         tied = config.tie_word_embeddings
         head = embedding if tied else weights.take("lm_head.weight", *table)
-        self._lm_head = build_linear(head, is_int8=is_int8)
+        self._lm_head = linears(head)
         is_shared = tied and self._lm_head.can_look_up
         self._embedding = None if is_shared else embedding
         self._rotations = _rotations(config, max_model_len).to(embedding)
@@ -101,7 +102,7 @@ class _Layer:
     """Attention, then the gated MLP, each added to the residual."""
 
     def __init__(
-        self, config: PreTrainedConfig, weights: Checkpoint, index: int, is_int8: bool
+        self, config: PreTrainedConfig, weights: Checkpoint, index: int, linears: LinearBuilder
     ) -> None:
         name = f"model.layers.{index}"
         heads, kv_heads, size = config.num_attention_heads, num_kv_heads(config), head_dim(config)
@@ -123,18 +124,18 @@ class _Layer:
                 f"{name}.self_attn.v_proj": (kv_heads * size, hidden),
             },
             has_bias=attention_bias or config.model_type == "qwen2",
-            is_int8=is_int8,
+            linears=linears,
         )
         self._head_norm: _HeadNorm | None = None
         if config.model_type == "qwen3":
             self._head_norm = _HeadNorm(config, weights, f"{name}.self_attn")
         output = {f"{name}.self_attn.o_proj": (hidden, heads * size)}
-        self._output = _linear(weights, output, attention_bias, is_int8)
+        self._output = _linear(weights, output, attention_bias, linears)
         self._mlp_norm = _norm(config, weights, f"{name}.post_attention_layernorm")
         gate_up = {f"{name}.mlp.{part}_proj": (inner, hidden) for part in ("gate", "up")}
-        self._gate_up = _linear(weights, gate_up, mlp_bias, is_int8)
+        self._gate_up = _linear(weights, gate_up, mlp_bias, linears)
         down = {f"{name}.mlp.down_proj": (hidden, inner)}
-        self._down = _linear(weights, down, mlp_bias, is_int8)
+        self._down = _linear(weights, down, mlp_bias, linears)
 
     def __call__(self, hidden: Tensor, rotation: "_Rotation", attend: Attention) -> Tensor:
         qkv = self._qkv(self._attention_norm(hidden))
@@ -244,14 +245,14 @@ def _norm(config: PreTrainedConfig, weights: Checkpoint, name: str) -> _RMSNorm:
 
 
 def _linear(
-    weights: Checkpoint, shapes: Mapping[str, tuple[int, int]], has_bias: bool, is_int8: bool
+    weights: Checkpoint, shapes: Mapping[str, tuple[int, int]], has_bias: bool, linears: LinearBuilder
 ) -> Linear:
     """Fuses projections of the same input into one."""
     weight = torch.cat([weights.take(f"{name}.weight", *shape) for name, shape in shapes.items()])
     if not has_bias:
-        return build_linear(weight, is_int8=is_int8)
+        return linears(weight)
     biases = [weights.take(f"{name}.bias", shape[0]) for name, shape in shapes.items()]
-    return build_linear(weight, torch.cat(biases), is_int8=is_int8)
+    return linears(weight, torch.cat(biases))
 
 
 def head_dim(config: PreTrainedConfig) -> int:

@@ -22,8 +22,8 @@ class HugePages:
     """Gives out memory from chunks. A chunk is freed with the last tensor in it.
 
     Args:
-        chunk_bytes: At least. With 0 every tensor has memory of its own, in huge pages if it is as
-            large as one.
+        chunk_bytes: At least. With 0 every tensor has memory of its own, in huge pages so far as
+            it fills them.
     """
 
     def __init__(self, chunk_bytes: int = _CHUNK_BYTES) -> None:

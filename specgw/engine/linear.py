@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specgw.engine import cpu_kernels
+from specgw.engine.huge_pages import HugePages
 
 
 class Linear(Protocol):
@@ -33,22 +34,24 @@ class Linear(Protocol):
         """Returns rows of the weights, as an embedding does: [num_ids, size]."""
 
 
-def build_linear(weight: Tensor, bias: Tensor | None = None, *, is_int8: bool = False) -> Linear:
-    """Returns the fastest form of weights [num_columns, size].
+class LinearBuilder:
+    """Builds the products of one model. Its weights lie together, in memory of its own."""
 
-    Args:
-        weight: The weights.
-        bias: [num_columns].
-        is_int8: Rounds weights and inputs to int8; see `can_be_int8`.
-    """
-    weight, bias = weight.detach(), None if bias is None else bias.detach()
-    if is_int8 and can_be_int8(weight):
-        return Int8Linear(weight, bias)
-    if cpu_kernels.is_usable(weight) and weight.shape[1] % 2 == 0:
-        return CompiledLinear(weight, bias)
-    if _can_use_onednn(weight):
-        return _OneDnnLinear(weight, bias)
-    return _PlainLinear(weight, bias)
+    def __init__(self, *, is_int8: bool = False) -> None:
+        """With `is_int8`, weights and inputs are rounded to int8; see `can_be_int8`."""
+        self._is_int8 = is_int8
+        self._pages = HugePages()
+
+    def __call__(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """Returns the fastest form of weights [num_columns, size] and a bias [num_columns]."""
+        weight, bias = weight.detach(), None if bias is None else bias.detach()
+        if self._is_int8 and can_be_int8(weight):
+            return Int8Linear(weight, bias, self._pages)
+        if cpu_kernels.is_usable(weight) and weight.shape[1] % 2 == 0:
+            return CompiledLinear(weight, bias, self._pages)
+        if _can_use_onednn(weight):
+            return _OneDnnLinear(weight, bias)
+        return _PlainLinear(weight, bias)
 
 
 def can_be_int8(weight: Tensor) -> bool:
@@ -95,9 +98,9 @@ class CompiledLinear:
     is_packed = True
     can_look_up = True
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, pages: HugePages) -> None:
         self.num_columns = len(weight)
-        self.weight = cpu_kernels.pack(weight)
+        self.weight = cpu_kernels.pack(weight, pages)
         self.bias = bias
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
@@ -115,8 +118,8 @@ class Int8Linear:
     is_packed = True
     can_look_up = True
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self.weights = cpu_kernels.pack_int8(weight)
+    def __init__(self, weight: Tensor, bias: Tensor | None, pages: HugePages) -> None:
+        self.weights = cpu_kernels.pack_int8(weight, pages)
         self.bias = bias
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:

@@ -17,7 +17,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedCon
 from transformers.utils.logging import disable_progress_bar
 
 from specgw.engine.attention import Attention, Batch
-from specgw.engine.linear import build_linear
+from specgw.engine.linear import LinearBuilder
 from specgw.engine.model_runner import ModelRunner, SequenceChunk
 from specgw.errors import ConfigError
 
@@ -180,9 +180,10 @@ def _logits_in_chunks(runner: ModelRunner, token_ids: list[int]) -> Tensor:
 
 def _pack_linears(model: PreTrainedModel, is_int8: bool) -> None:
     """Replaces the products of plain linear layers, and lets go of their weights."""
+    linears = LinearBuilder(is_int8=is_int8)
     for module in model.modules():
         if type(module) is nn.Linear:
-            packed = build_linear(module.weight, module.bias, is_int8=is_int8)
+            packed = linears(module.weight, module.bias)
             if packed.is_packed:
                 module.forward = packed  # type: ignore[assignment]
                 module.weight = nn.Parameter(module.weight.new_empty(0))

@@ -26,7 +26,7 @@ if sys.argv[1] == "own":
     call_in_own_thread(compute)
 else:
     compute()
-deadline = time.monotonic() + 2
+deadline = time.monotonic() + (10 if sys.argv[1] == "own" else 0.1)
 while num_threads() > before and time.monotonic() < deadline:
     os.sched_yield()  # the workers end after their thread
 print(num_threads() - before)

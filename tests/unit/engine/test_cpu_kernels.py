@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specgw.engine import cpu_kernels
+from specgw.engine.huge_pages import HugePages
 from specgw.engine.attention import BatchAttention, CausalMasks, SequenceRows
 from specgw.engine.kv_cache import KVCache
 
@@ -17,6 +18,14 @@ pytestmark = pytest.mark.skipif(
     not cpu_kernels.is_usable(torch.empty(0, dtype=BF16)),
     reason="the compiled operators were not built here, or the CPU has no AVX-512 BF16",
 )
+
+def pack(weight: Tensor) -> Tensor:
+    return cpu_kernels.pack(weight, HugePages())
+
+
+def pack_int8(weight: Tensor) -> cpu_kernels.Int8Weights:
+    return cpu_kernels.pack_int8(weight, HugePages())
+
 
 
 def rand(*shape: int) -> Tensor:
@@ -35,7 +44,7 @@ def test_linear(num_rows: int, num_columns: int, size: int, is_added: bool) -> N
     x, weight = rand(num_rows, size), rand(num_columns, size) / math.sqrt(size)
     bias = rand(num_columns) if is_added else None
     residual = rand(num_rows, num_columns) if is_added else None
-    packed = cpu_kernels.pack(weight)
+    packed = pack(weight)
 
     output = cpu_kernels.linear(x, packed, bias, residual, num_columns)
 
@@ -52,7 +61,7 @@ def test_linear(num_rows: int, num_columns: int, size: int, is_added: bool) -> N
 def test_linear_of_rows_that_are_apart() -> None:
     x, weight = rand(64, 4).T, rand(10, 64)
 
-    output = cpu_kernels.linear(x, cpu_kernels.pack(weight), None, rand(10, 4).T, 10)
+    output = cpu_kernels.linear(x, pack(weight), None, rand(10, 4).T, 10)
 
     assert is_close(output, x.float() @ weight.float().T + rand(10, 4).T.float())
 
@@ -65,7 +74,7 @@ def test_int8_linear(num_rows: int, num_columns: int, size: int, is_added: bool)
     x, weight = rand(num_rows, size), rand(num_columns, size) / math.sqrt(size)
     bias = rand(num_columns) if is_added else None
     residual = rand(num_rows, num_columns) if is_added else None
-    packed = cpu_kernels.pack_int8(weight)
+    packed = pack_int8(weight)
 
     output = cpu_kernels.int8_linear(x, packed, bias, residual)
 
@@ -87,7 +96,7 @@ def rounded(rows: Tensor) -> Tensor:
 
 def test_int8_rows_of_zeros_stay_zero() -> None:
     zeros = torch.zeros(10, 64, dtype=BF16)
-    no_weights, weights = cpu_kernels.pack_int8(zeros), cpu_kernels.pack_int8(rand(10, 64))
+    no_weights, weights = pack_int8(zeros), pack_int8(rand(10, 64))
 
     assert cpu_kernels.int8_linear(rand(3, 64), no_weights, None, None).eq(0).all()
     assert cpu_kernels.int8_linear(zeros, weights, None, None).eq(0).all()
@@ -95,7 +104,7 @@ def test_int8_rows_of_zeros_stay_zero() -> None:
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_int8_rows_that_are_no_numbers_stay_so(value: float) -> None:
-    x, weights = rand(2, 64), cpu_kernels.pack_int8(rand(10, 64))
+    x, weights = rand(2, 64), pack_int8(rand(10, 64))
     x[0, 3] = value
 
     output = cpu_kernels.int8_linear(x, weights, None, None)
@@ -107,7 +116,7 @@ def test_int8_rows_that_are_no_numbers_stay_so(value: float) -> None:
 def test_int8_weights_give_their_rows_back() -> None:
     weight, rows = rand(130, 36), torch.tensor([0, 129, 64, 64])
 
-    unpacked = cpu_kernels.unpack_int8_rows(cpu_kernels.pack_int8(weight), rows)
+    unpacked = cpu_kernels.unpack_int8_rows(pack_int8(weight), rows)
 
     assert is_close(unpacked, rounded(weight)[rows])
 
@@ -115,7 +124,7 @@ def test_int8_weights_give_their_rows_back() -> None:
 def test_packed_weights_give_their_rows_back() -> None:
     weight, rows = rand(130, 34), torch.tensor([0, 129, 64, 64])
 
-    assert torch.equal(cpu_kernels.unpack_rows(cpu_kernels.pack(weight), rows), weight[rows])
+    assert torch.equal(cpu_kernels.unpack_rows(pack(weight), rows), weight[rows])
 
 
 @pytest.mark.parametrize("shape", [(1, 576), (3, 2, 50), (7, 1)])

@@ -190,8 +190,23 @@ def test_a_session_is_not_opened_on_the_targets_cores_for_a_few_last_tokens() ->
     assert drafts(new_session(1), [2.0, *[0.01] * 3])  # nothing is known
     for number in (2, 3, 4):  # what an answer takes is known, openings are not
         assert drafts(new_session(number), [2.0, 0.01])
-    assert not drafts(new_session(5, max_tokens=8), [0.0])
-    assert drafts(new_session(6, max_tokens=90), [2.0])
+    refused = new_session(5)
+    drafting.ask(refused, now)
+    block = DraftBlock(5, len(refused.context), reason=UndraftedReason.NO_SLOT)
+    drafting.receive("unix:/p.sock", block, refused, now)  # takes no time, and says nothing of it
+    assert not drafts(new_session(6, max_tokens=8), [0.0])
+    assert drafts(new_session(7, max_tokens=90), [2.0])
+
+
+def test_a_proposer_that_reads_hidden_states_has_those_of_the_prompt() -> None:
+    link, session = RecordingLink("unix:/p.sock"), new_session(1)
+    drafting = Drafting([link], 50, TIMEOUT_S, target_device="cpu")
+    on_cpu = replace(SCRIPTED_MODEL, device="cpu")
+    wants_hidden = HiddenFormat((LAST,), 2, "float32")
+    drafting.link_up("unix:/p.sock", replace(ack(), draft_model=on_cpu, hidden=wants_hidden))
+    drafting.open(session, now=1.0)
+
+    assert session.draft.is_open
 
 
 def test_a_session_is_opened_with_its_context_and_then_only_extended(bench: Bench) -> None:
