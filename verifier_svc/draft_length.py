@@ -22,7 +22,7 @@ _PROFILE_CONTEXT = 64
 _SCALE_WEIGHT = 0.1  # of the newest step
 _OUTLIER = 3.0  # a step this many times as long as expected was disturbed
 _DECAY = 0.95  # of what is known, with each new answer of a proposer
-_SESSION_DECAY = 0.99  # of what is known, with each new round of a session
+_SESSION_DECAY = 0.98  # of what is known, with each new round of a session
 _PROPOSER_DECAY = 0.998  # the same, with each new round of any session
 _PRIOR_TOKENS = 32.0  # tested, that the proposer's own rate counts for in a session that runs alone
 _MOST_PRIORS = 4  # times that many where several run
@@ -31,9 +31,8 @@ _PROBE_TOKENS = 2
 _PROBE_ROUNDS = 2  # of a session: the answer to the first may hold its prefill
 _MAX_PROBE_SHARE = 0.01  # of the time that sessions without drafts take
 _MIN_PROBE_ROUNDS = 16  # without drafts, before they are tried again
-_MIN_ANSWERS = 3  # of a proposer, and openings, before they are judged: the first ones are slow
-_SHORT_OPENING_WEIGHT = 0.5  # of the newest opening, if it took less than expected
-_LONG_OPENING_WEIGHT = 0.05  # and if more: others' passes may have come before it
+_MIN_ANSWERS = 3  # of a proposer before it is judged: the first ones are slow
+_DRAFT_SHARE = 0.5  # of the target's pass that a draft model's takes, while that is not known
 
 
 @dataclass(slots=True)
@@ -86,25 +85,6 @@ class AnswerCost:
         return max(0.0, mean_y + slope * (num_tokens - mean_x))
 
 
-@dataclass(slots=True)
-class OpeningCost:
-    """Seconds of a proposer's prefill for each token of a context."""
-
-    num_openings: int = 0
-    token_s: float = 0.0  # moving average
-
-    def observe(self, num_tokens: int, opening_s: float) -> None:
-        """Takes in the prefill of a context that many tokens long."""
-        newest = opening_s / num_tokens
-        weight = _SHORT_OPENING_WEIGHT if newest < self.token_s else _LONG_OPENING_WEIGHT
-        self.token_s += (weight if self.num_openings else 1.0) * (newest - self.token_s)
-        self.num_openings += 1
-
-    def seconds(self, num_tokens: int) -> float:
-        """Returns the expected time; none while there were too few to tell."""
-        return self.token_s * num_tokens if self.num_openings >= _MIN_ANSWERS else 0.0
-
-
 class StepCost:
     """Seconds of a step by its rows: the profile of the target, scaled by what steps take now."""
 
@@ -127,6 +107,12 @@ class StepCost:
     def seconds(self, num_rows: int) -> float:
         """Returns the expected time of a step."""
         return self._scale * self._profiled(num_rows)
+
+    @property
+    def prefill_row_s(self) -> float:
+        """The expected time of one more row where there are many."""
+        (first, last), rows = self._seconds[-2:], self._rows[-1] - self._rows[-2]
+        return self._scale * (last - first) / rows
 
     def _profiled(self, num_rows: int) -> float:
         """Interpolates, and goes on with the last slope beyond the profile."""
@@ -168,9 +154,9 @@ class SessionHistory:
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """What a session takes that is not open on its proposer yet, where that delays the target."""
+    """What it takes to open a session on a proposer that computes on the target's cores."""
 
-    seconds: float = 0.0  # the proposer's prefill, on the target's cores
+    num_rows: int = 0  # of its context, for the proposer's prefill; none if it is open
     num_tokens: int = 1  # of output to be expected, which bear it
 
 
@@ -184,7 +170,6 @@ class ProposerHistory:
     is_sequential: bool = True
     costs: dict[int, AnswerCost] = field(default_factory=dict)  # by the bits of that number
     acceptance: AcceptanceRate = field(default_factory=lambda: AcceptanceRate(_PROPOSER_DECAY))
-    openings: OpeningCost = field(default_factory=OpeningCost)
     num_idle_rounds: int = 0  # of sessions that go without drafts, since one last tried them
 
     @classmethod
@@ -296,18 +281,16 @@ class DraftLength:
         """
         if not self.is_adaptive or self.step_cost is None:
             return allowed
-        plain_s = opening.num_tokens * self.step_cost.seconds(self._num_sessions)
-        if self._num_sessions * opening.seconds > plain_s:
-            return 0  # whatever drafts cost
         cost = proposer.cost(self.num_running)
+        # For each token; all sessions wait for the openings of all.
+        opening_s = self._num_sessions * self._opening_s(opening, cost) / opening.num_tokens
         if cost is None:
-            return allowed
+            return allowed if opening_s < self.step_cost.seconds(self._num_sessions) else 0
         # Sessions that run together wait for the longest block: the more they are, the less one
         # goes its own way.
         prior_tokens = min(self._num_sessions, _MOST_PRIORS) * _PRIOR_TOKENS
         rate = session.acceptance.value(proposer.acceptance.value(), prior_tokens)
         times = self._times(allowed, cost, self.step_cost)
-        opening_s = self._num_sessions * opening.seconds / opening.num_tokens  # for each token
         best, most = 0, (1.0 if session.is_drafting else _MIN_GAIN) / times[0]
         tokens = power = 1.0
         for num_tokens in range(1, allowed + 1):
@@ -337,8 +320,17 @@ class DraftLength:
         step_s = self.step_cost.seconds(num_sessions)
         wider_s = self.step_cost.seconds(num_sessions + _PROBE_TOKENS) - step_s
         answer_s = 0.0 if cost is None else cost.seconds(_PROBE_TOKENS)
-        delay_s = opening.seconds + _PROBE_ROUNDS * (answer_s + wider_s)
+        delay_s = self._opening_s(opening, cost) + _PROBE_ROUNDS * (answer_s + wider_s)
         return num_sessions * delay_s / step_s
+
+    def _opening_s(self, opening: Opening, cost: AnswerCost | None) -> float:
+        """Returns the time of a prefill there: of the target's, what the draft model's pass takes.
+
+        It is not measured: what answers to first blocks take is mostly waiting for the target.
+        """
+        assert self.step_cost is not None
+        share = _DRAFT_SHARE if cost is None else cost.seconds(1) / self.step_cost.seconds(1)
+        return opening.num_rows * self.step_cost.prefill_row_s * min(share, 1.0)
 
     def _seconds(self, num_tokens: int, cost: AnswerCost) -> float:
         """Returns the expected time of a round, for all sessions that run."""

@@ -71,7 +71,6 @@ class _Peer:
     open: list[OpenSession] = field(default_factory=list)
     commit: list[Commit] = field(default_factory=list)
     close: list[int] = field(default_factory=list)
-    opening: dict[int, int] = field(default_factory=dict)  # contexts' lengths, until a first block
     answer_s: float | None = None  # moving average of the time from asking to a block
     drafted_s: float | None = None  # the same of those blocks that were not ready when asked for
     ready_rate: float = 0.0  # moving average of how many were
@@ -193,7 +192,6 @@ class Drafting:
             session.draft.reason = UndraftedReason.UNAVAILABLE
             self._draft_locally(session, is_alone=True)
         peer.session_ids.clear()
-        peer.opening.clear()
 
     # A session's life.
 
@@ -251,7 +249,6 @@ class Drafting:
         if peer is not None and session.draft.is_open:
             peer.close.append(session.session_id)
             peer.session_ids.discard(session.session_id)
-            peer.opening.pop(session.session_id, None)
         session.draft.reset()
         self._local.close(session)
 
@@ -281,7 +278,6 @@ class Drafting:
             self._measure(peer, session, block, now)
         draft.asked_length = draft.deadline = None
         draft.is_first = False
-        peer.opening.pop(session.session_id, None)
         if block.reason not in (None, UndraftedReason.EMPTY):
             self._refused(peer, session, block.reason, now)
         elif block.base_length == len(session.context):
@@ -336,8 +332,6 @@ class Drafting:
         answer_s = now - session.draft.asked_at
         self._on_answer(answer_s, block.draft_s)
         if session.draft.is_first:
-            if block.token_ids:
-                self._measure_opening(peer, session, answer_s)
             return
         if block.token_ids:  # a refusal takes no drafting
             num_running = self.length.num_running
@@ -350,14 +344,6 @@ class Drafting:
             peer.mark_fast()
         else:
             peer.mark_slow(now)
-
-    def _measure_opening(self, peer: _Peer, session: Session, answer_s: float) -> None:
-        """Learns from a first answer: the prefills of all that open at once are in it."""
-        if self._shares_cores(peer):
-            usual = peer.history.cost(self.length.num_running)
-            usual_s = usual.seconds(session.draft.asked_tokens) if usual is not None else 0.0
-            num_tokens = sum(peer.opening.values())
-            peer.history.openings.observe(num_tokens, max(0.0, answer_s - usual_s))
 
     # Without a proposer.
 
@@ -438,8 +424,7 @@ class Drafting:
         length = len(session.context)
         num_output = length - len(session.request.prompt_token_ids)
         expected = max(int(self._output_length) - num_output, num_output)
-        opening_s = peer.history.openings.seconds(length)
-        return Opening(opening_s, max(1, min(expected, session.remaining_tokens)))
+        return Opening(length, max(1, min(expected, session.remaining_tokens)))
 
     def _shares_cores(self, peer: _Peer) -> bool:
         """Whether the proposer computes on the processor that the target computes on."""
@@ -450,8 +435,6 @@ class Drafting:
         draft = session.draft
         if not draft.is_open:
             self._open_on(peer, session)
-        if draft.is_first:
-            peer.opening[session.session_id] = len(session.context)
         self._commit(peer, session, num_tokens)
         draft.asked_length = len(session.context)
         draft.asked_at, draft.asked_tokens = now, num_tokens

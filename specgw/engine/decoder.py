@@ -245,7 +245,10 @@ def _norm(config: PreTrainedConfig, weights: Checkpoint, name: str) -> _RMSNorm:
 
 
 def _linear(
-    weights: Checkpoint, shapes: Mapping[str, tuple[int, int]], has_bias: bool, linears: LinearBuilder
+    weights: Checkpoint,
+    shapes: Mapping[str, tuple[int, int]],
+    has_bias: bool,
+    linears: LinearBuilder,
 ) -> Linear:
     """Fuses projections of the same input into one."""
     weight = torch.cat([weights.take(f"{name}.weight", *shape) for name, shape in shapes.items()])

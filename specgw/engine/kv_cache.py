@@ -71,7 +71,7 @@ class KVCache:
         self._last_used = np.zeros(num_blocks, dtype=np.int64)  # of free blocks with a prefix
         self._num_uses = 0
         shape = ((num_blocks + has_scratch) * block_size, 2 * num_kv_heads, head_dim)
-        self.layers = _build_layers(num_layers, shape, dtype, device)
+        self.layers = [_build_layer(shape, dtype, device) for _ in range(num_layers)]
         if has_scratch:  # which is read before it is written
             for layer in self.layers:
                 layer.zero_()
@@ -286,13 +286,10 @@ class KVCache:
         return int(starts[largest]), int(ends[largest] - starts[largest])
 
 
-def _build_layers(
-    count: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device
-) -> list[Tensor]:
-    if device.type != "cpu":
-        return [torch.empty(tuple(shape), dtype=dtype, device=device) for _ in range(count)]
-    pages = HugePages(chunk_bytes=0)
-    return [*pages.empty((count, *shape), dtype)]
+def _build_layer(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    if device.type == "cpu":
+        return HugePages(chunk_bytes=0).empty(shape, dtype)
+    return torch.empty(tuple(shape), dtype=dtype, device=device)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specgw.engine import cpu_kernels
-from specgw.engine.huge_pages import HugePages
 from specgw.engine.attention import BatchAttention, CausalMasks, SequenceRows
+from specgw.engine.huge_pages import HugePages
 from specgw.engine.kv_cache import KVCache
 
 BF16 = torch.bfloat16
@@ -19,13 +19,13 @@ pytestmark = pytest.mark.skipif(
     reason="the compiled operators were not built here, or the CPU has no AVX-512 BF16",
 )
 
+
 def pack(weight: Tensor) -> Tensor:
     return cpu_kernels.pack(weight, HugePages())
 
 
 def pack_int8(weight: Tensor) -> cpu_kernels.Int8Weights:
     return cpu_kernels.pack_int8(weight, HugePages())
-
 
 
 def rand(*shape: int) -> Tensor:

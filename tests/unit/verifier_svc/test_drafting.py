@@ -168,12 +168,11 @@ def test_on_the_targets_cores_a_session_is_opened_after_the_targets_prefill(
 def test_a_session_is_not_opened_on_the_targets_cores_for_a_few_last_tokens() -> None:
     """Its proposer would compute the whole context for them, while the target waits."""
     length = DraftLength()
-    length.step_cost = StepCost(((1, 0.1), (8, 0.1)))
+    length.step_cost = StepCost(((1, 0.1), (8, 0.1), (16, 0.8)))
     link = RecordingLink("unix:/p.sock")
     drafting = Drafting([link], 50, TIMEOUT_S, length=length, target_device="cpu")
-    drafting.link_up(
-        "unix:/p.sock", replace(ack(), draft_model=replace(SCRIPTED_MODEL, device="cpu"))
-    )
+    on_cpu = replace(SCRIPTED_MODEL, device="cpu")
+    drafting.link_up("unix:/p.sock", replace(ack(), draft_model=on_cpu))
     now = 0.0
 
     def drafts(session: Session, answers_s: Sequence[float]) -> bool:
@@ -187,15 +186,9 @@ def test_a_session_is_not_opened_on_the_targets_cores_for_a_few_last_tokens() ->
             drafting.receive("unix:/p.sock", block, session, now)
         return session.draft.is_open
 
-    assert drafts(new_session(1), [2.0, *[0.01] * 3])  # nothing is known
-    for number in (2, 3, 4):  # what an answer takes is known, openings are not
-        assert drafts(new_session(number), [2.0, 0.01])
-    refused = new_session(5)
-    drafting.ask(refused, now)
-    block = DraftBlock(5, len(refused.context), reason=UndraftedReason.NO_SLOT)
-    drafting.receive("unix:/p.sock", block, refused, now)  # takes no time, and says nothing of it
-    assert not drafts(new_session(6, max_tokens=8), [0.0])
-    assert drafts(new_session(7, max_tokens=90), [2.0])
+    assert drafts(new_session(1), [2.0, *[0.08] * 3])  # nothing is known
+    assert not drafts(new_session(2, max_tokens=3), [0.0])
+    assert drafts(new_session(3, max_tokens=90), [2.0])
 
 
 def test_a_proposer_that_reads_hidden_states_has_those_of_the_prompt() -> None:
