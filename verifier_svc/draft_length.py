@@ -283,7 +283,8 @@ class DraftLength:
             return allowed
         cost = proposer.cost(self.num_running)
         # For each token; all sessions wait for the openings of all.
-        opening_s = self._num_sessions * self._opening_s(opening, cost) / opening.num_tokens
+        opening_s = self.opening_s(opening.num_rows, proposer)
+        opening_s *= self._num_sessions / opening.num_tokens
         if cost is None:
             return allowed if opening_s < self.step_cost.seconds(self._num_sessions) else 0
         # Sessions that run together wait for the longest block: the more they are, the less one
@@ -300,6 +301,18 @@ class DraftLength:
             if per_second > most:
                 best, most = num_tokens, per_second
         return best
+
+    def opening_s(self, num_rows: int, proposer: ProposerHistory) -> float:
+        """Returns the time of a prefill there: of the target's, what the draft model's pass takes.
+
+        It is not measured: what answers to first blocks take is mostly waiting for the target. Zero
+        if the target's steps were not measured.
+        """
+        if self.step_cost is None:
+            return 0.0
+        cost = proposer.cost(self.num_running)
+        share = _DRAFT_SHARE if cost is None else cost.seconds(1) / self.step_cost.seconds(1)
+        return num_rows * self.step_cost.prefill_row_s * min(share, 1.0)
 
     def _times(self, allowed: int, cost: AnswerCost, step_cost: StepCost) -> list[float]:
         """Returns the expected times of rounds with 0 to `allowed` tokens, the same for all.
@@ -320,17 +333,8 @@ class DraftLength:
         step_s = self.step_cost.seconds(num_sessions)
         wider_s = self.step_cost.seconds(num_sessions + _PROBE_TOKENS) - step_s
         answer_s = 0.0 if cost is None else cost.seconds(_PROBE_TOKENS)
-        delay_s = self._opening_s(opening, cost) + _PROBE_ROUNDS * (answer_s + wider_s)
+        delay_s = self.opening_s(opening.num_rows, proposer) + _PROBE_ROUNDS * (answer_s + wider_s)
         return num_sessions * delay_s / step_s
-
-    def _opening_s(self, opening: Opening, cost: AnswerCost | None) -> float:
-        """Returns the time of a prefill there: of the target's, what the draft model's pass takes.
-
-        It is not measured: what answers to first blocks take is mostly waiting for the target.
-        """
-        assert self.step_cost is not None
-        share = _DRAFT_SHARE if cost is None else cost.seconds(1) / self.step_cost.seconds(1)
-        return opening.num_rows * self.step_cost.prefill_row_s * min(share, 1.0)
 
     def _seconds(self, num_tokens: int, cost: AnswerCost) -> float:
         """Returns the expected time of a round, for all sessions that run."""

@@ -307,6 +307,10 @@ class Drafting:
         """When the block of a waiting session is expected."""
         return session.draft.asked_at + (self._peers[session.draft.address].longest_s or 0.0)
 
+    def needs_the_cores(self, session: Session) -> bool:
+        """Whether the block of a waiting session is not drafted as long as the target computes."""
+        return self._shares_cores(self._peers[session.draft.address])
+
     def ready_rate(self, session: Session) -> float:
         """How many of the proposer's blocks are ready when they are asked for."""
         return self._peers[session.draft.address].ready_rate
@@ -320,9 +324,12 @@ class Drafting:
         peer.probe_at = now + self._draft_timeout_s
         return False
 
-    def _wait_s(self, peer: _Peer, is_first: bool) -> float:
+    def _wait_s(self, peer: _Peer, session: Session) -> float:
         longest_s = peer.longest_s
-        if is_first or longest_s is None or self._wait_for_slow_drafts:
+        if session.draft.is_first and self._shares_cores(peer):
+            prefill_s = self.length.opening_s(len(session.context), peer.history)
+            return self._draft_timeout_s + self.length.num_running * prefill_s
+        if session.draft.is_first or longest_s is None or self._wait_for_slow_drafts:
             return self._draft_timeout_s
         wait_s = max(_MIN_DEADLINE_S, _DEADLINE_FACTOR * longest_s)
         return min(wait_s, self._draft_timeout_s)
@@ -439,7 +446,7 @@ class Drafting:
         draft.asked_length = len(session.context)
         draft.asked_at, draft.asked_tokens = now, num_tokens
         draft.reason = UndraftedReason.LATE
-        draft.deadline = now + self._wait_s(peer, draft.is_first)
+        draft.deadline = now + self._wait_s(peer, session)
 
     def _commit(self, peer: _Peer, session: Session, num_tokens: int) -> None:
         """Brings the proposer's context up to date and asks for a block of `num_tokens`, if any."""

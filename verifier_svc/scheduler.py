@@ -158,8 +158,11 @@ class Scheduler:
         one each round, so that is what it may cost. Where blocks are usually ready when asked for,
         sessions meet again by themselves in the next step: then it is only this one that counts,
         and what all who wait would lose is weighed against what those lose who are waited for,
-        which are that share of all.
+        which are that share of all. A block that is drafted on the target's cores comes only while
+        no step is running.
         """
+        if self._drafting.needs_the_cores(session):
+            return session.draft.deadline or now
         ready_rate = self._drafting.ready_rate(session)
         most_s = (self._drafting.step_s or 0.0) * (1 - ready_rate * (1 - share))
         due_at = self._drafting.due_at(session)

@@ -191,6 +191,23 @@ def test_a_session_is_not_opened_on_the_targets_cores_for_a_few_last_tokens() ->
     assert drafts(new_session(3, max_tokens=90), [2.0])
 
 
+@pytest.mark.parametrize(("address", "waits"), [("unix:/p.sock", True), ("proposer:1", False)])
+def test_a_first_block_on_the_targets_cores_has_the_time_of_its_prefill(
+    address: str, waits: bool
+) -> None:
+    length = DraftLength()
+    length.step_cost, length.num_running = StepCost(((1, 0.1), (8, 0.8))), 2
+    session = new_session(1)
+    drafting = Drafting([RecordingLink(address)], 50, TIMEOUT_S, length=length, target_device="cpu")
+    on_cpu = replace(SCRIPTED_MODEL, device="cpu")
+    drafting.link_up(address, replace(ack(), draft_model=on_cpu))
+    drafting.ask(session, now=0.0)
+
+    prefill_s = 3 * 0.1 * 0.5  # rows, seconds of one, a draft model's share while it is not known
+    assert drafting.needs_the_cores(session) == waits
+    assert session.draft.deadline == pytest.approx(TIMEOUT_S + 2 * prefill_s * waits)
+
+
 def test_a_proposer_that_reads_hidden_states_has_those_of_the_prompt() -> None:
     link, session = RecordingLink("unix:/p.sock"), new_session(1)
     drafting = Drafting([link], 50, TIMEOUT_S, target_device="cpu")
