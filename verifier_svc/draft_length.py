@@ -171,6 +171,7 @@ class ProposerHistory:
     costs: dict[int, AnswerCost] = field(default_factory=dict)  # by the bits of that number
     acceptance: AcceptanceRate = field(default_factory=lambda: AcceptanceRate(_PROPOSER_DECAY))
     num_idle_rounds: int = 0  # of sessions that go without drafts, since one last tried them
+    idle_s: float = 0.0  # that those took of the steps
 
     @classmethod
     def of(cls, offer: HelloAck) -> "ProposerHistory":
@@ -191,16 +192,17 @@ class ProposerHistory:
         cost = self.costs.setdefault(num_running.bit_length(), AnswerCost(self.is_sequential))
         cost.observe(num_tokens, answer_s)
 
-    def is_probe_due(self, cost: float) -> bool:
-        """Counts a round without drafts; whether to try some, for the time of `cost` such rounds.
+    def is_probe_due(self, round_s: float, cost_s: float) -> bool:
+        """Counts a session's round without drafts, its share of a step; whether to try some.
 
         The sessions share the probes, as they share what is learned from them: all together may
         lose only a small share of their time.
         """
         self.num_idle_rounds += 1
-        if self.num_idle_rounds < max(_MIN_PROBE_ROUNDS, cost / _MAX_PROBE_SHARE):
+        self.idle_s += round_s
+        if self.num_idle_rounds < _MIN_PROBE_ROUNDS or cost_s > _MAX_PROBE_SHARE * self.idle_s:
             return False
-        self.num_idle_rounds = 0
+        self.num_idle_rounds, self.idle_s = 0, 0.0
         return True
 
     def cost(self, num_running: int) -> AnswerCost | None:
@@ -260,7 +262,7 @@ class DraftLength:
         session.is_drafting = num_tokens > 0
         if num_tokens > 0 or allowed <= 0:
             return num_tokens
-        if not session.num_probes and proposer.is_probe_due(self._probe_cost(proposer, opening)):
+        if not session.num_probes and self._is_probe_due(proposer, opening):
             session.num_probes = _PROBE_ROUNDS
         if session.num_probes:
             session.num_probes -= 1
@@ -325,16 +327,16 @@ class DraftLength:
             self._round_times = known, times
         return self._round_times[1]
 
-    def _probe_cost(self, proposer: ProposerHistory, opening: Opening) -> float:
-        """Returns what it costs all sessions if one tries drafts, in rounds of one without any."""
-        cost = proposer.cost(self.num_running)
+    def _is_probe_due(self, proposer: ProposerHistory, opening: Opening) -> bool:
+        """Counts a round without drafts, by what it would cost all sessions if one tried some."""
+        cost, num_sessions = proposer.cost(self.num_running), self._num_sessions
         assert self.step_cost is not None  # or all that are allowed are best
-        num_sessions = self._num_sessions
         step_s = self.step_cost.seconds(num_sessions)
         wider_s = self.step_cost.seconds(num_sessions + _PROBE_TOKENS) - step_s
         answer_s = 0.0 if cost is None else cost.seconds(_PROBE_TOKENS)
-        delay_s = self.opening_s(opening.num_rows, proposer) + _PROBE_ROUNDS * (answer_s + wider_s)
-        return num_sessions * delay_s / step_s
+        opening_s = self.opening_s(opening.num_rows, proposer)
+        cost_s = opening_s + _PROBE_ROUNDS * (answer_s + wider_s)
+        return proposer.is_probe_due(step_s / num_sessions, cost_s)
 
     def _seconds(self, num_tokens: int, cost: AnswerCost) -> float:
         """Returns the expected time of a round, for all sessions that run."""
