@@ -308,8 +308,12 @@ class Drafting:
         return session.draft.asked_at + (self._peers[session.draft.address].longest_s or 0.0)
 
     def needs_the_cores(self, session: Session) -> bool:
-        """Whether the block of a waiting session is not drafted as long as the target computes."""
-        return self._shares_cores(self._peers[session.draft.address])
+        """Whether the block of a waiting session is drafted only while the target does not compute.
+
+        Not if its proposer is slow: nobody waits for a probe of it but the session itself.
+        """
+        peer = self._peers[session.draft.address]
+        return self._shares_cores(peer) and not peer.is_slow
 
     def ready_rate(self, session: Session) -> float:
         """How many of the proposer's blocks are ready when they are asked for."""

@@ -208,6 +208,24 @@ def test_a_first_block_on_the_targets_cores_has_the_time_of_its_prefill(
     assert session.draft.deadline == pytest.approx(TIMEOUT_S + 2 * prefill_s * waits)
 
 
+def test_a_step_does_not_wait_for_a_slow_proposer_on_its_cores() -> None:
+    session = new_session(1)
+    drafting = Drafting([RecordingLink("unix:/p.sock")], 50, TIMEOUT_S, target_device="cpu")
+    drafting.link_up(
+        "unix:/p.sock", replace(ack(), draft_model=replace(SCRIPTED_MODEL, device="cpu"))
+    )
+    now, waited = 0.0, []
+    while len(waited) < 4:
+        session.append([7])
+        drafting.ask(session, now)
+        waited.append(drafting.needs_the_cores(session))
+        now += 100.0  # it never answers, but for what it was asked for long ago
+        drafting.expire([session], now)
+        session.draft.asked_length = None
+
+    assert waited == [True, True, True, False]
+
+
 def test_a_proposer_that_reads_hidden_states_has_those_of_the_prompt() -> None:
     link, session = RecordingLink("unix:/p.sock"), new_session(1)
     drafting = Drafting([link], 50, TIMEOUT_S, target_device="cpu")
