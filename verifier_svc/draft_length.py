@@ -27,6 +27,7 @@ _PROPOSER_DECAY = 0.998  # the same, with each new round of any session
 _PRIOR_TOKENS = 32.0  # tested, that the proposer's own rate counts for in a session that runs alone
 _MOST_PRIORS = 4  # times that many where several run
 _MIN_GAIN = 1.03  # over plain decoding, for drafts to be worth their trouble
+_MIN_OPENING_GAIN = 1.15  # for those of a session that is to be opened first: it is done for good
 _PROBE_TOKENS = 2
 _PROBE_ROUNDS = 2  # of a session: the answer to the first may hold its prefill
 _MAX_PROBE_SHARE = 0.01  # of the time that sessions without drafts take
@@ -294,7 +295,8 @@ class DraftLength:
         prior_tokens = min(self._num_sessions, _MOST_PRIORS) * _PRIOR_TOKENS
         rate = session.acceptance.value(proposer.acceptance.value(), prior_tokens)
         times = self._times(allowed, cost, self.step_cost)
-        best, most = 0, (1.0 if session.is_drafting else _MIN_GAIN) / times[0]
+        least_gain = _MIN_OPENING_GAIN if opening.num_rows else _MIN_GAIN
+        best, most = 0, (1.0 if session.is_drafting else least_gain) / times[0]
         tokens = power = 1.0
         for num_tokens in range(1, allowed + 1):
             power *= rate

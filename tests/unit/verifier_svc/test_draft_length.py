@@ -166,6 +166,17 @@ def test_a_session_with_few_tokens_to_come_is_not_opened_for_them() -> None:
     assert best(40) > 0
 
 
+def test_a_session_is_opened_for_a_clear_gain_only() -> None:
+    """However cheap that is: what was opened for drafts that hardly pay is lost."""
+    world = World(0.45, 0.005, 4)
+    world.run(100)
+    session = SessionHistory()
+    assert 1.05 < world.best() / world.plain() < 1.12
+
+    assert world.length.best(MAX_DRAFT_TOKENS, session, world.proposer) > 0
+    assert world.length.best(MAX_DRAFT_TOKENS, session, world.proposer, Opening(1, 10_000)) == 0
+
+
 def test_each_of_many_sessions_waits_for_the_openings_of_all() -> None:
     world = World(0.9, 0.002, 4)
     world.run(100)

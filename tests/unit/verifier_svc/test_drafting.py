@@ -214,7 +214,8 @@ def test_a_step_does_not_wait_for_a_slow_proposer_on_its_cores() -> None:
     drafting.link_up(
         "unix:/p.sock", replace(ack(), draft_model=replace(SCRIPTED_MODEL, device="cpu"))
     )
-    now, waited = 0.0, []
+    now = 0.0
+    waited: list[bool] = []
     while len(waited) < 4:
         session.append([7])
         drafting.ask(session, now)
