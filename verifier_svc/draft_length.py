@@ -312,7 +312,7 @@ class DraftLength:
         It is not measured: what answers to first blocks take is mostly waiting for the target. Zero
         if the target's steps were not measured.
         """
-        if self.step_cost is None:
+        if self.step_cost is None or not num_rows:
             return 0.0
         cost = proposer.cost(self.num_running)
         share = _DRAFT_SHARE if cost is None else cost.seconds(1) / self.step_cost.seconds(1)

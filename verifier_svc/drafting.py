@@ -66,6 +66,7 @@ class _Peer:
     link: ProposerLink
     ack: HelloAck | None = None  # while it is connected
     offer: HelloAck | None = None  # the last one
+    shares_cores: bool = False  # whether it computes on the processor that the target computes on
     detail: str = "not connected yet"
     session_ids: set[int] = field(default_factory=set)
     open: list[OpenSession] = field(default_factory=list)
@@ -175,6 +176,8 @@ class Drafting:
         """A proposer can be asked from now on."""
         peer = self._peers[address]
         peer.ack, peer.offer, peer.is_slow = ack, ack, False
+        is_on_cpu = ack.draft_model.device == self._target_device == "cpu"
+        peer.shares_cores = is_on_cpu and is_local(address)
         peer.answer_s, peer.drafted_s, peer.ready_rate = None, None, 0.0
         peer.history = ProposerHistory.of(ack)
         logger.info("proposer connected", extra={"address": address, "method": ack.method})
@@ -184,7 +187,7 @@ class Drafting:
         peer = self._peers[address]
         if peer.ack is not None or peer.detail != detail:
             logger.warning("proposer unavailable", extra={"address": address, "detail": detail})
-        peer.ack, peer.detail = None, detail
+        peer.ack, peer.detail, peer.shares_cores = None, detail, False
         peer.take_step()
         for session_id in peer.session_ids:
             session = sessions[session_id]
@@ -204,7 +207,7 @@ class Drafting:
         if peer is None or peer.is_slow:
             return
         needs_prompt = peer.ack is not None and peer.ack.hidden is not None  # in hidden states
-        if self._shares_cores(peer) and not needs_prompt:
+        if peer.shares_cores and not needs_prompt:
             return
         if self.length.best(self._room(session), session.history, peer.history) > 0:
             self._open_on(peer, session)
@@ -221,7 +224,7 @@ class Drafting:
             self._draft_locally(session, is_alone=True)
             return
         num_tokens = self._num_wanted(peer, session)
-        if num_tokens > 0 and not draft.is_open and not self._shares_cores(peer):
+        if num_tokens > 0 and not draft.is_open and not peer.shares_cores:
             self._open_on(peer, session)  # even if a block is found here: its prefill costs nothing
         if not peer.is_slow and self._draft_locally(session, is_alone=False):
             if draft.is_open:
@@ -313,7 +316,7 @@ class Drafting:
         Not if its proposer is slow: nobody waits for a probe of it but the session itself.
         """
         peer = self._peers[session.draft.address]
-        return self._shares_cores(peer) and not peer.is_slow
+        return peer.shares_cores and not peer.is_slow
 
     def ready_rate(self, session: Session) -> float:
         """How many of the proposer's blocks are ready when they are asked for."""
@@ -330,7 +333,7 @@ class Drafting:
 
     def _wait_s(self, peer: _Peer, session: Session) -> float:
         longest_s = peer.longest_s
-        if session.draft.is_first and self._shares_cores(peer):
+        if session.draft.is_first and peer.shares_cores:
             prefill_s = self.length.opening_s(len(session.context), peer.history)
             return self._draft_timeout_s + self.length.num_running * prefill_s
         if session.draft.is_first or longest_s is None or self._wait_for_slow_drafts:
@@ -430,17 +433,12 @@ class Drafting:
 
         That is what other answers had after so many tokens, or as many tokens again.
         """
-        if session.draft.is_open or not self._shares_cores(peer):
+        if session.draft.is_open or not peer.shares_cores:
             return Opening()
         length = len(session.context)
         num_output = length - len(session.request.prompt_token_ids)
         expected = max(int(self._output_length) - num_output, num_output)
         return Opening(length, max(1, min(expected, session.remaining_tokens)))
-
-    def _shares_cores(self, peer: _Peer) -> bool:
-        """Whether the proposer computes on the processor that the target computes on."""
-        device = peer.ack.draft_model.device if peer.ack is not None else ""
-        return device == self._target_device == "cpu" and is_local(peer.link.address)
 
     def _ask(self, peer: _Peer, session: Session, num_tokens: int, now: float) -> None:
         draft = session.draft
