@@ -147,10 +147,12 @@ async def _measure_rounds(
             "simulation": simulation,
             "verifier": {
                 "metrics_listen": metrics["verifier"],
+                "num_threads": 1,  # a device's operators take no threads of the host
                 "wait_for_slow_drafts": wait,
             },
             "proposer": {
                 "metrics_listen": metrics["proposer"],
+                "num_threads": 1,
                 "max_sessions": max(sessions),
                 "kv_cache_tokens": max(sessions) * (2048 + 32 * branches),
                 "max_num_batched_tokens": max(2048, max(branches, 1) * max(sessions)),

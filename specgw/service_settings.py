@@ -65,8 +65,8 @@ class VerifierSettings(Frozen):
     max_waiting_requests: Annotated[int, Field(ge=0)] = 256
     """Most requests that wait for one of the `max_num_seqs` places; more are refused."""
     max_prefill_tokens_beside_decodes: PositiveInt | None = None
-    """Most prompt rows of a step in which other sessions decode. None takes as many as make it
-    three times as long, by the times measured."""
+    """Most prompt rows of a step in which other sessions decode. None takes as many as make a
+    round, the step and the wait for its blocks, three times as long, by the times measured."""
     draft_timeout_s: Seconds = 1.0
     """Longest wait for a block. Usually it is far shorter: it follows the proposer's answers."""
     draft_length: Literal["auto", "fixed"] = "auto"

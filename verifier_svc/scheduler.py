@@ -359,10 +359,11 @@ class Scheduler:
     def _report(self, batch: Sequence[tuple[Session, VerifyRows]], step_s: float) -> None:
         self._step_count += 1
         num_rows, forward_s = sum(rows.num_rows for _, rows in batch), self._verifier.forward_s
-        self._on_step(StepReport(num_rows, forward_s, step_s - forward_s, self._wait_s))
-        self._wait_s = 0.0
+        wait_s, self._wait_s = self._wait_s, 0.0
+        self._on_step(StepReport(num_rows, forward_s, step_s - forward_s, wait_s))
         missing = [len(rows.missing_token_ids) for _, rows in batch]
-        self._prefill_budget.observe(sum(count for count in missing if count > 1), step_s)
+        num_prompt_rows = sum(count for count in missing if count > 1)
+        self._prefill_budget.observe(num_prompt_rows, step_s, wait_s)
         if all(count == 1 for count in missing):
             self._drafting.step_s = moving_average(self._drafting.step_s, step_s)
             self._drafting.length.observe_step(num_rows, step_s)
