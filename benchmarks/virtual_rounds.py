@@ -21,7 +21,7 @@ from specgw.engine.simulation import SimulatedRunner
 from specgw.errors import SpecgwError
 from specgw.link import LinkListener
 from specgw.types import (
-    DraftBlock,
+    AnyBlock,
     GenerateOutput,
     GenerateRequest,
     Hello,
@@ -67,7 +67,7 @@ class VirtualProposer:
         self._verifier = verifier
         self._rtt_s = rtt_s
         self._steps: deque[tuple[float, ProposeStep]] = deque()
-        self.answers: deque[tuple[float, Sequence[DraftBlock]]] = deque()  # by arrival
+        self.answers: deque[tuple[float, Sequence[AnyBlock]]] = deque()  # by arrival
 
     def start(self, hello: Hello, listener: LinkListener) -> None:
         listener.link_up(self, self.core.connect(hello))
@@ -88,14 +88,16 @@ class VirtualProposer:
                 self._answer(self.core.apply("v", self._steps.popleft()[1]))
             if self.core.has_work():
                 self._answer([block for _, block in self.core.step()])
+                self._answer([block for _, block in self.core.blocks_ahead()])
             elif self.core.can_run_ahead():
                 self.core.run_ahead()
+                self._answer([block for _, block in self.core.blocks_ahead()])
             elif self._steps and self._steps[0][0] < until:
                 self.timer.wait_until(self._steps[0][0])
             else:
                 return
 
-    def _answer(self, blocks: Sequence[DraftBlock]) -> None:
+    def _answer(self, blocks: Sequence[AnyBlock]) -> None:
         if blocks:
             self.answers.append((self.timer.now() + self._rtt_s, blocks))
 
@@ -165,7 +167,8 @@ def measure(args: EngineArgs, sessions: int, rtt_s: float, seconds: float) -> Fi
 
     scheduler = Scheduler(Verifier(runner), drafting, limits, deliver, clock=timer.now)
     scheduler.inbox = VirtualInbox(timer, proposer)
-    proposer.start(Hello("v", runner.description, args.max_draft_tokens), scheduler.inbox)
+    hello = Hello("v", runner.description, args.max_draft_tokens, takes_blocks_ahead=True)
+    proposer.start(hello, scheduler.inbox)
     scheduler.calibrate()
     for _ in range(sessions):
         submit()

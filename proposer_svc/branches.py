@@ -62,6 +62,7 @@ class Branches:
         self._max_length = max_length
         self._branches: list[Branch] = []
         self._drafting: list[Branch] = []  # those that were not complete when last looked at
+        self._complete: list[Branch] = []  # since they were last taken
         self._has_guesses = self._has_last_guesses = True  # not taken yet
         # As a branch it follows all tokens but the last, guesses that, and drafts one token.
         num_tokens = len(block.token_ids)
@@ -107,8 +108,17 @@ class Branches:
 
     def drafting(self) -> list[Branch]:
         """Returns the branches to feed a token to, the trunk among them."""
-        self._drafting = [branch for branch in self._drafting if branch.is_drafting]
+        complete = [branch for branch in self._drafting if not branch.is_drafting]
+        if complete:
+            self._drafting = [branch for branch in self._drafting if branch.is_drafting]
+            self._complete += complete
         return self._drafting
+
+    def take_complete(self) -> list[Branch]:
+        """Returns the branches that have become complete since the last call."""
+        self.drafting()
+        complete, self._complete = self._complete, []
+        return [one for one in complete if one is not self.trunk and one.drafted.token_ids]
 
     @property
     def is_done(self) -> bool:

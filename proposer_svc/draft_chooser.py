@@ -1,7 +1,7 @@
 """Chooses draft tokens from logits: each session's by its vocabulary, its sampling, its grammar."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,8 +17,7 @@ from specgw.engine.sampling import RowSampling
 from specgw.types import AcceptanceRule
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """Where a draft token comes to be: after so many others of a session's block or branch."""
 
     owner: DraftRows
@@ -75,13 +74,18 @@ class DraftChooser:
             The tokens and their runner-ups; of other vocabularies than the target's those are not
             known.
         """
+        vocabularies = dict.fromkeys(place.owner.vocabulary for place in places)
+        if len(vocabularies) == 1:
+            tokens, others = self._choose_by(
+                next(iter(vocabularies)), logits, places, num_runner_ups
+            )
+            return tokens, list(others) or [()] * len(places)
         chosen: list[DraftToken | None] = [None] * len(places)
         runner_ups: list[Sequence[int]] = [()] * len(places)
-        for vocabulary in dict.fromkeys(place.owner.vocabulary for place in places):
+        for vocabulary in vocabularies:
             rows = [i for i, place in enumerate(places) if place.owner.vocabulary is vocabulary]
-            own = logits if len(rows) == len(places) else logits[rows]
             tokens, others = self._choose_by(
-                vocabulary, own, [places[i] for i in rows], num_runner_ups
+                vocabulary, logits[rows], [places[i] for i in rows], num_runner_ups
             )
             for i, token in zip(rows, tokens, strict=True):
                 chosen[i] = token
@@ -98,8 +102,9 @@ class DraftChooser:
     ) -> tuple[list[DraftToken | None], Sequence[Sequence[int]]]:
         choices = vocabulary.choices(logits)
         choices = _without_padding(choices, [place.owner.num_choices for place in places])
-        for choice, place in zip(choices, places, strict=True):
-            self._keep_to_grammar(choice, place)
+        for i, place in enumerate(places):
+            if self.is_constrained(place.owner.session):
+                self._keep_to_grammar(choices[i], place)
         sampler = self._sampler_of(vocabulary)
         sampling = [self._sampling(place) for place in places] if sampler.uses_sampling else []
         is_shared = vocabulary.has_draft_ids and vocabulary.has_target_ids
@@ -108,7 +113,7 @@ class DraftChooser:
         tokens = sampler.choose(choices, sampling)
         if not vocabulary.has_draft_ids:
             tokens = [
-                token and replace(token, token_id=vocabulary.draft_token_id(token.token_id))
+                token and token._replace(token_id=vocabulary.draft_token_id(token.token_id))
                 for token in tokens
             ]
         return tokens, ()
@@ -119,10 +124,8 @@ class DraftChooser:
         place: Place,
     ) -> None:
         owner, line = place.owner, place.line
-        if not self.is_constrained(owner.session) or place.num_drafted > len(
-            line.drafted.token_ids
-        ):
-            return  # or the tokens before it are not known yet
+        if place.num_drafted > len(line.drafted.token_ids):
+            return  # the tokens before it are not known yet
         assert self._grammars is not None
         token_ids = tokens_beyond_context(owner, line)
         target_ids = owner.context.to_target(token_ids, len(token_ids))

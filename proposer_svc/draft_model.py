@@ -22,7 +22,12 @@ from proposer_svc.session_table import Session, SessionTable
 from specgw.engine.model_runner import ModelRunner, SequenceChunk
 from specgw.hidden import HiddenFormat
 from specgw.threads import yield_cores
-from specgw.types import ModelDescription, UndraftedReason, VocabMappingSummary
+from specgw.types import (
+    BlocksAhead,
+    ModelDescription,
+    UndraftedReason,
+    VocabMappingSummary,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -114,6 +119,11 @@ class DraftModelDrafter:
         if num_accepted < num_drafted:
             self.ahead.outcomes.observe_rejection(rank, num_known)
 
+    def take_ahead(self, session: Session, num_tokens: int) -> int:
+        rows = self._rows[session]
+        rows.sent_at = self.ahead.clock()
+        return rows.take_ahead(num_tokens)
+
     def room(self, session: Session) -> int:
         return self._rows[session].room
 
@@ -145,6 +155,31 @@ class DraftModelDrafter:
         except Exception:
             logger.exception("running ahead failed", extra={"session_count": len(self._rows)})
             self._forget_branches()
+
+    def blocks_ahead(self) -> list[tuple[Session, BlocksAhead]]:
+        found = [(one, self._blocks_ahead(one)) for one in self._rows.values() if one.branches]
+        return [(one.session, blocks) for one, blocks in found if blocks is not None]
+
+    def _blocks_ahead(self, one: DraftRows) -> BlocksAhead | None:
+        """Returns a session's branches that have become complete; none if laws go with them."""
+        assert one.branches is not None
+        size = len(one.drafted.token_ids)
+        complete = [
+            branch
+            for branch in one.branches.take_complete()
+            if len(branch.drafted.token_ids) == size and not branch.drafted.probs
+        ]
+        if not complete:
+            return None
+        guesses = [branch.token_id for branch in complete]
+        drafted = [token_id for branch in complete for token_id in branch.drafted.token_ids]
+        return BlocksAhead(
+            one.session.session_id,
+            len(one.session.token_ids),
+            [branch.num_accepted for branch in complete],
+            one.context.to_target(guesses, len(guesses)),
+            one.context.to_target(drafted, len(drafted)),
+        )
 
     def step(self, table: SessionTable) -> list[Draft]:
         begun = [one for one in self._rows.values() if one.has_begun]

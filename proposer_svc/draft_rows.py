@@ -122,6 +122,19 @@ class DraftRows:
         self.is_sent = True
         return self.drafted.token_ids, self.drafted.probs
 
+    def take_ahead(self, num_tokens: int) -> int:
+        """Notes that the verifier tests the first tokens of the block that it was sent ahead.
+
+        Returns how many those are: none if the block is not known.
+        """
+        if not self.drafted.token_ids or self.is_sent:
+            return 0
+        self.drafted.cut(num_tokens)
+        num_taken = len(self.drafted.token_ids)
+        self.cache.truncate(len(self.token_ids) + num_taken - 1)
+        self.is_sent = True
+        return num_taken
+
     @property
     def has_work(self) -> bool:
         """Whether a block is asked for, or the first prefill is not over."""

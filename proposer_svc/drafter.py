@@ -12,6 +12,7 @@ from proposer_svc.session_table import Session, SessionTable
 from specgw.hidden import HiddenFormat
 from specgw.types import (
     AcceptanceRule,
+    BlocksAhead,
     ModelDescription,
     TokenProbs,
     UndraftedReason,
@@ -83,6 +84,12 @@ class Drafter(Protocol):
     def commit(self, session: Session, token_ids: Sequence[int]) -> None:
         """Takes note of tokens that the session's context has just been extended by."""
 
+    def take_ahead(self, session: Session, num_tokens: int) -> int:
+        """Takes note that the verifier tests so many tokens of a block that was sent ahead.
+
+        Returns how many of them are known.
+        """
+
     def room(self, session: Session) -> int:
         """Returns the most draft tokens that may follow the context now."""
 
@@ -107,6 +114,9 @@ class Drafter(Protocol):
 
     def run_ahead(self) -> None:
         """Runs one forward pass on what sessions will need if all that was sent is accepted."""
+
+    def blocks_ahead(self) -> Sequence[tuple[Session, BlocksAhead]]:
+        """Returns what has been drafted ahead since the last call, as far as it is complete."""
 
     def step(self, table: SessionTable) -> Sequence[Draft]:
         """Runs one batch over all sessions; returns what is ready or failed."""

@@ -17,7 +17,7 @@ from proposer_svc.metrics import ProposerMetrics
 from proposer_svc.proposer import ProposerCore, ProposerLoad
 from specgw.errors import Cancelled, NotReady, SpecgwError
 from specgw.telemetry import name_thread
-from specgw.types import DraftBlock, Hello, HelloAck, ProposeStep
+from specgw.types import AnyBlock, Hello, HelloAck, ProposeStep
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ class BlockStream(Protocol):
 
     verifier_id: str
 
-    def deliver(self, blocks: Sequence[DraftBlock], queue_depth: int) -> None:
+    def deliver(self, blocks: Sequence[AnyBlock], queue_depth: int) -> None:
         """Sends blocks."""
 
     def step_applied(self) -> None:
@@ -119,9 +119,9 @@ class EngineThread:
                 return
             wait = False
 
-    def _step(self) -> dict[str, list[DraftBlock]]:
+    def _step(self) -> dict[str, list[AnyBlock]]:
         """Runs one batch over all verifiers; returns the blocks of each."""
-        blocks: dict[str, list[DraftBlock]] = {}
+        blocks: dict[str, list[AnyBlock]] = {}
         if self._proposer.has_work():
             began = time.perf_counter()
             for verifier_id, block in self._proposer.step():
@@ -130,6 +130,8 @@ class EngineThread:
             self._metrics.count_rounds(self._proposer.rounds)
         elif self._proposer.can_run_ahead():
             self._proposer.run_ahead()
+        for verifier_id, ahead in self._proposer.blocks_ahead():
+            blocks.setdefault(verifier_id, []).append(ahead)
         return blocks
 
     def _connect(
@@ -150,6 +152,7 @@ class EngineThread:
         self._applied.append(stream)
         if self._streams.get(stream.verifier_id) is stream:
             refusals = self._proposer.apply(stream.verifier_id, step)
+            self._metrics.count_taken(self._proposer.taken_token_count)
             if refusals:
                 self._deliver(stream, refusals)
 
@@ -169,7 +172,7 @@ class EngineThread:
             self._disconnect(stream)
         self._flush()
 
-    def _deliver(self, stream: BlockStream, blocks: Sequence[DraftBlock]) -> None:
+    def _deliver(self, stream: BlockStream, blocks: Sequence[AnyBlock]) -> None:
         self._metrics.count_blocks(blocks)
         self._post(stream.deliver, blocks, self.load.waiting_count)
 

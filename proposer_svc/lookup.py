@@ -7,7 +7,7 @@ from proposer_svc.run_ahead import RunAhead
 from proposer_svc.session_table import Session, SessionTable
 from specgw.lookup.match import ContextLookup, Lookup
 from specgw.lookup.method import describe_lookup
-from specgw.types import ModelDescription, UndraftedReason
+from specgw.types import BlocksAhead, ModelDescription, UndraftedReason
 
 
 class LookupDrafter:
@@ -52,6 +52,9 @@ class LookupDrafter:
     def commit(self, session: Session, token_ids: Sequence[int]) -> None:
         """The context is the session's own list, and is read when a block is asked for."""
 
+    def take_ahead(self, session: Session, num_tokens: int) -> int:
+        return 0  # nothing is sent ahead
+
     def room(self, session: Session) -> int:
         return self.description.max_model_len - len(session.token_ids)
 
@@ -71,6 +74,9 @@ class LookupDrafter:
 
     def run_ahead(self) -> None:
         """A lookup takes no time that could be saved."""
+
+    def blocks_ahead(self) -> Sequence[tuple[Session, BlocksAhead]]:
+        return ()
 
     def enter_thread(self) -> None:
         """Any thread will do."""

@@ -6,7 +6,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from proposer_svc.proposer import ProposerLoad, RoundCounts
 from proposer_svc.run_ahead import RunAheadCounts
-from specgw.types import DraftBlock, UndraftedReason
+from specgw.types import AnyBlock, DraftBlock, UndraftedReason
 
 _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 
@@ -43,6 +43,7 @@ class ProposerMetrics:
             registry=self.registry,
         )
         self._counted = RoundCounts()
+        self._taken_counted = 0
         self._ahead_tokens = Counter(
             "specgw_proposer_run_ahead_tokens",
             "Tokens drafted before they were asked for.",
@@ -80,17 +81,25 @@ class ProposerMetrics:
         for reason in UndraftedReason:
             self._refused.labels(reason.value)
 
-    def count_blocks(self, blocks: Sequence[DraftBlock]) -> None:
-        """Counts what was answered."""
-        num_tokens = sum(len(block.token_ids) for block in blocks)
-        self.draft_token_count += num_tokens
-        self._draft_tokens.inc(num_tokens)
-        for block in blocks:
+    def count_blocks(self, blocks: Sequence[AnyBlock]) -> None:
+        """Counts what was answered; of what was sent ahead, `count_taken` counts what is used."""
+        answers = [block for block in blocks if isinstance(block, DraftBlock)]
+        self._count_tokens(sum(len(block.token_ids) for block in answers))
+        for block in answers:
             if block.reason is not None:
                 self._refused.labels(block.reason.value).inc()
             if block.reason is UndraftedReason.RESYNC:
                 self.resync_count += 1
                 self._resyncs.inc()
+
+    def count_taken(self, token_count: int) -> None:
+        """Takes the count so far of draft tokens that were sent ahead and are tested."""
+        before, self._taken_counted = self._taken_counted, token_count
+        self._count_tokens(token_count - before)
+
+    def _count_tokens(self, num_tokens: int) -> None:
+        self.draft_token_count += num_tokens
+        self._draft_tokens.inc(num_tokens)
 
     def observe_step(self, draft_s: float) -> None:
         """Takes one step's time."""

@@ -21,6 +21,7 @@ from specgw.hidden import HiddenStates
 from specgw.lookup.method import DEFAULT_MAX_MODEL_LEN, LOOKUP_METHODS, build_lookup
 from specgw.slots import extra_slots, kv_lookahead
 from specgw.types import (
+    BlocksAhead,
     Commit,
     DraftBlock,
     Hello,
@@ -87,6 +88,7 @@ class _Verifier:
     verifier_id: str
     max_draft_tokens: int
     num_ids: int  # ids that a context may have
+    takes_blocks_ahead: bool = False
 
     def has_ids(self, token_ids: Sequence[int]) -> bool:
         return not token_ids or (min(token_ids) >= 0 and max(token_ids) < self.num_ids)
@@ -100,6 +102,7 @@ class ProposerCore:
         self._verifiers: dict[str, _Verifier] = {}
         self._table = SessionTable(max_sessions, drafter.close)
         self.rounds = RoundCounts()  # so far; replaced, never changed
+        self.taken_token_count = 0  # draft tokens of blocks that were sent ahead and taken
         slots = drafter.method, max_draft_tokens, drafter.parallel_drafting
         self.offer = HelloAck(
             proposer_id=uuid.uuid4().hex,
@@ -124,7 +127,9 @@ class ProposerCore:
         self.disconnect(hello.verifier_id)
         max_draft_tokens = min(self.offer.max_draft_tokens, hello.max_draft_tokens)
         num_ids = self._drafter.num_context_ids(hello.target_model)
-        self._verifiers[hello.verifier_id] = _Verifier(hello.verifier_id, max_draft_tokens, num_ids)
+        self._verifiers[hello.verifier_id] = _Verifier(
+            hello.verifier_id, max_draft_tokens, num_ids, hello.takes_blocks_ahead
+        )
         return replace(self.offer, max_draft_tokens=max_draft_tokens)
 
     def disconnect(self, verifier_id: str) -> None:
@@ -164,6 +169,14 @@ class ProposerCore:
     def run_ahead(self) -> None:
         """Drafts it, one forward pass at a time: what has arrived meanwhile comes first."""
         self._drafter.run_ahead()
+
+    def blocks_ahead(self) -> list[tuple[str, BlocksAhead]]:
+        """Returns what has been drafted ahead since the last call, for those who take it."""
+        return [
+            (session.verifier_id, blocks)
+            for session, blocks in self._drafter.blocks_ahead()
+            if self._verifiers[session.verifier_id].takes_blocks_ahead
+        ]
 
     def step(self) -> list[tuple[str, DraftBlock]]:
         began, num_passes = time.perf_counter(), self._drafter.num_passes
@@ -238,6 +251,9 @@ class ProposerCore:
             session.num_wanted = 0
             self._drafter.stop(session)
             return UndraftedReason.CONTEXT_LIMIT
+        if commit.num_taken:
+            self.taken_token_count += self._drafter.take_ahead(session, commit.num_taken)
+            self._table.use(session)
         self._table.ask(session, min(commit.max_draft_tokens, verifier.max_draft_tokens, room))
         return None
 

@@ -15,7 +15,7 @@ from proposer_svc.proposer import ProposerCore
 from specgw import wire
 from specgw.errors import InvalidRequest, NotReady
 from specgw.telemetry import tell_simulation
-from specgw.types import PROTOCOL_VERSION, DraftBlock, Hello
+from specgw.types import PROTOCOL_VERSION, AnyBlock, Hello
 from specgw.v1 import proposer_pb2, proposer_pb2_grpc
 
 SERVICE_NAME = proposer_pb2.DESCRIPTOR.services_by_name["ProposerService"].full_name
@@ -141,7 +141,7 @@ class _Stream:
         self._num_steps -= 1
         self._update_room()
 
-    def deliver(self, blocks: Sequence[DraftBlock], queue_depth: int) -> None:
+    def deliver(self, blocks: Sequence[AnyBlock], queue_depth: int) -> None:
         blocks_pb = wire.draft_blocks_to_pb(blocks, queue_depth)
         self._responses.put_nowait(proposer_pb2.ProposeResponse(blocks=blocks_pb))
         self._update_room()

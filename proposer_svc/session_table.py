@@ -81,8 +81,12 @@ class SessionTable:
         """Asks for a block in place of any asked for before; 0 tokens ask for none."""
         session.num_wanted = num_tokens
         if num_tokens:
-            self._num_asked += 1
-            session.last_used = self._num_asked
+            self.use(session)
+
+    def use(self, session: Session) -> None:
+        """Notes that a session takes its turn."""
+        self._num_asked += 1
+        session.last_used = self._num_asked
 
     def refuse(self, verifier_id: str, session_id: int, reason: UndraftedReason) -> None:
         """Drops a session, if it is held, and remembers why until it is opened anew or closed."""

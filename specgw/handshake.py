@@ -33,6 +33,7 @@ def build_hello(
         extra_slots_per_session=draft_slots(config).extra_rows,
         draft_sample_method=config.draft_sample_method if config.has_draft_checkpoint else "",
         hidden=hidden,
+        takes_blocks_ahead=True,
     )
 
 

@@ -12,7 +12,7 @@ from typing import Protocol
 from specgw.addresses import IN_PROCESS
 from specgw.errors import IncompatibleModels, SpecgwError
 from specgw.handshake import greeting_mismatches
-from specgw.types import DraftBlock, Hello, HelloAck, ProposeStep
+from specgw.types import AnyBlock, DraftBlock, Hello, HelloAck, ProposeStep
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ class LinkListener(Protocol):
     def link_down(self, link: "ProposerLink", detail: str) -> None:
         """Every session on the other side is lost. `detail` is for people."""
 
-    def blocks_arrived(self, link: "ProposerLink", blocks: Sequence[DraftBlock]) -> None:
+    def blocks_arrived(self, link: "ProposerLink", blocks: Sequence[AnyBlock]) -> None:
         """Blocks were drafted. They may be late, foreign or malformed."""
 
 
@@ -121,7 +121,7 @@ class InProcessLink:
         else:
             listener.link_up(self, self._ack)
 
-    def _propose(self, verifier_id: str, step: ProposeStep) -> Sequence[DraftBlock]:
+    def _propose(self, verifier_id: str, step: ProposeStep) -> Sequence[AnyBlock]:
         blocks = list(self._proposer.apply(verifier_id, step))
         while self._proposer.has_work():
             blocks += [block for _, block in self._proposer.step()]

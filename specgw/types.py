@@ -243,6 +243,7 @@ class Hello:
     extra_slots_per_session: int | None = None
     hidden: HiddenFormat | None = None  # hidden states that it can send
     draft_sample_method: str = ""
+    takes_blocks_ahead: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,13 +336,17 @@ class OpenSession:
 
 
 class Commit(NamedTuple):
-    """Appends output tokens at `base_length` and asks for up to `max_draft_tokens` more."""
+    """Appends output tokens at `base_length` and asks for up to `max_draft_tokens` more.
+
+    None are asked for if `num_taken` draft tokens, which came ahead of the commit, are tested next.
+    """
 
     session_id: int
     base_length: int
     token_ids: Sequence[int]
     max_draft_tokens: int
     hidden: HiddenStates | None = None
+    num_taken: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -389,6 +394,42 @@ class DraftBlock(NamedTuple):
     draft_s: float = 0.0
     rule: AcceptanceRule = AcceptanceRule.ONE_HOT
     draft_probs: Sequence[TokenProbs] = ()
+
+
+MAX_BLOCKS_AHEAD = 64
+"""Most outcomes of one test that blocks are sent for."""
+
+
+class BlocksAhead(NamedTuple):
+    """Blocks for some outcomes of the test of the block that continues `base_length` tokens.
+
+    An outcome is the number of draft tokens that are accepted, and the target's token after them.
+    The blocks have equally many tokens. No law is sent with them: they are tested as one-hot.
+    """
+
+    session_id: int
+    base_length: int
+    accepted_counts: Sequence[int]  # [num_outcomes]
+    target_token_ids: Sequence[int]  # [num_outcomes]
+    token_ids: Sequence[int]  # [num_outcomes * tokens of a block]
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of each block."""
+        return len(self.token_ids) // len(self.accepted_counts)
+
+    def find(self, num_accepted: int, token_id: int) -> Sequence[int]:
+        """Returns the block of an outcome; no tokens if there is none."""
+        size = self.block_size
+        outcomes = zip(self.accepted_counts, self.target_token_ids, strict=True)
+        for i, outcome in enumerate(outcomes):
+            if outcome == (num_accepted, token_id):
+                return self.token_ids[i * size : (i + 1) * size]
+        return ()
+
+
+AnyBlock = DraftBlock | BlocksAhead
+"""What a proposer sends: answers, and what nobody has asked for yet."""
 
 
 class Round(NamedTuple):

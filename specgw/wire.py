@@ -13,7 +13,10 @@ from specgw.errors import InvalidRequest
 from specgw.hidden import HiddenFormat, HiddenStates
 from specgw.structured_outputs import StructuredOutputsParams
 from specgw.types import (
+    MAX_BLOCKS_AHEAD,
     AcceptanceRule,
+    AnyBlock,
+    BlocksAhead,
     Commit,
     DraftBlock,
     DraftSampling,
@@ -277,7 +280,7 @@ def propose_request_to_pb(message: Hello | ProposeStep) -> proposer_pb2.ProposeR
 
 def propose_response_from_pb(
     pb: proposer_pb2.ProposeResponse,
-) -> HelloAck | tuple[list[DraftBlock], int]:
+) -> HelloAck | tuple[list[AnyBlock], int]:
     """Returns the acknowledgement, or the blocks and the queue depth."""
     if pb.HasField("hello_ack"):
         return hello_ack_from_pb(pb.hello_ack)
@@ -301,6 +304,7 @@ def hello_from_pb(pb: proposer_pb2.Hello) -> Hello:
         ),
         draft_sample_method=pb.draft_sample_method,
         hidden=_hidden_format_from_pb(pb.hidden) if pb.HasField("hidden") else None,
+        takes_blocks_ahead=pb.takes_blocks_ahead,
     )
 
 
@@ -315,6 +319,7 @@ def hello_to_pb(hello: Hello) -> proposer_pb2.Hello:
         extra_slots_per_session=hello.extra_slots_per_session,
         draft_sample_method=hello.draft_sample_method,
         hidden=_hidden_format_to_pb(hello.hidden),
+        takes_blocks_ahead=hello.takes_blocks_ahead,
     )
 
 
@@ -483,6 +488,7 @@ def propose_step_to_pb(step: ProposeStep) -> proposer_pb2.ProposeStep:
                 token_ids=token_ids_to_pb(one.token_ids),
                 max_draft_tokens=one.max_draft_tokens,
                 hidden=_hidden_states_to_pb(one.hidden),
+                taken_draft_tokens=one.num_taken,
             )
             for one in step.commit
         ],
@@ -539,12 +545,17 @@ def _commit_from_pb(pb: proposer_pb2.Commit, field: str) -> Commit:
     _require_at_least(1, pb.session_id, f"{field}.session_id")
     _require_at_least(0, pb.base_length, f"{field}.base_length")
     _require_at_least(0, pb.max_draft_tokens, f"{field}.max_draft_tokens")
+    _require_at_least(0, pb.taken_draft_tokens, f"{field}.taken_draft_tokens")
+    if pb.taken_draft_tokens and pb.max_draft_tokens:
+        rule = "must be 0 if max_draft_tokens is not"
+        raise InvalidRequest(f"{field}.taken_draft_tokens", pb.taken_draft_tokens, rule)
     return Commit(
         session_id=pb.session_id,
         base_length=pb.base_length,
         token_ids=token_ids_from_pb(pb.token_ids, f"{field}.token_ids"),
         max_draft_tokens=pb.max_draft_tokens,
         hidden=_hidden_states_from_pb(pb.hidden) if pb.HasField("hidden") else None,
+        num_taken=pb.taken_draft_tokens,
     )
 
 
@@ -561,18 +572,51 @@ def _hidden_states_to_pb(states: HiddenStates | None) -> proposer_pb2.HiddenStat
     )
 
 
-def draft_blocks_from_pb(pb: proposer_pb2.DraftBlocks) -> tuple[list[DraftBlock], int]:
-    """Returns the blocks and the queue depth.
+def draft_blocks_from_pb(pb: proposer_pb2.DraftBlocks) -> tuple[list[AnyBlock], int]:
+    """Returns the blocks, those ahead last, and the queue depth.
 
     A rule that only a newer peer knows counts as ONE_HOT, which is lossless whatever the peer did.
     """
-    blocks = [_draft_block_from_pb(one, f"blocks[{i}]") for i, one in enumerate(pb.blocks)]
+    blocks: list[AnyBlock] = [
+        _draft_block_from_pb(one, f"blocks[{i}]") for i, one in enumerate(pb.blocks)
+    ]
+    blocks += [_blocks_ahead_from_pb(one, f"ahead[{i}]") for i, one in enumerate(pb.ahead)]
     return blocks, pb.queue_depth
 
 
-def draft_blocks_to_pb(blocks: Sequence[DraftBlock], queue_depth: int) -> proposer_pb2.DraftBlocks:
+def draft_blocks_to_pb(blocks: Sequence[AnyBlock], queue_depth: int) -> proposer_pb2.DraftBlocks:
     return proposer_pb2.DraftBlocks(
-        blocks=[_draft_block_to_pb(block) for block in blocks], queue_depth=queue_depth
+        blocks=[_draft_block_to_pb(one) for one in blocks if isinstance(one, DraftBlock)],
+        queue_depth=queue_depth,
+        ahead=[_blocks_ahead_to_pb(one) for one in blocks if isinstance(one, BlocksAhead)],
+    )
+
+
+def _blocks_ahead_from_pb(pb: proposer_pb2.BlocksAhead, field: str) -> BlocksAhead:
+    count = len(pb.accepted_counts)
+    if not 1 <= count <= MAX_BLOCKS_AHEAD:
+        rule = f"must be for 1 to {MAX_BLOCKS_AHEAD} outcomes"
+        raise InvalidRequest(f"{field}.accepted_counts", f"{count} outcomes", rule)
+    target_token_ids = token_ids_from_pb(pb.target_token_ids, f"{field}.target_token_ids")
+    token_ids = token_ids_from_pb(pb.token_ids, f"{field}.token_ids")
+    if len(target_token_ids) != count:
+        rule = f"must be one for each of {count} outcomes"
+        raise InvalidRequest(f"{field}.target_token_ids", f"{len(target_token_ids)} ids", rule)
+    if not token_ids or len(token_ids) % count:
+        rule = f"must be as many for each of {count} outcomes, at least one"
+        raise InvalidRequest(f"{field}.token_ids", f"{len(token_ids)} ids", rule)
+    accepted_counts = tuple(pb.accepted_counts)
+    _require_at_least(0, min(accepted_counts), f"{field}.accepted_counts")
+    return BlocksAhead(pb.session_id, pb.base_length, accepted_counts, target_token_ids, token_ids)
+
+
+def _blocks_ahead_to_pb(blocks: BlocksAhead) -> proposer_pb2.BlocksAhead:
+    return proposer_pb2.BlocksAhead(
+        session_id=blocks.session_id,
+        base_length=blocks.base_length,
+        accepted_counts=blocks.accepted_counts,
+        target_token_ids=token_ids_to_pb(blocks.target_token_ids),
+        token_ids=token_ids_to_pb(blocks.token_ids),
     )
 
 

@@ -67,6 +67,7 @@ class InlineVerifier:
         acceptance: Acceptance | None = None,
         grammars: GrammarCompiler | None = None,
         local: LocalDrafts | None = None,
+        takes_blocks_ahead: bool = True,
     ) -> None:
         self.runner = runner
         self.grammars = grammars
@@ -93,7 +94,11 @@ class InlineVerifier:
             clock=clock,
         )
         for link in links:
-            hello = Hello("verifier-1", runner.description, max_draft_tokens, hidden=runner.hidden)
+            hello = Hello(
+                *("verifier-1", runner.description, max_draft_tokens),
+                hidden=runner.hidden,
+                takes_blocks_ahead=takes_blocks_ahead,
+            )
             link.start(hello, self.scheduler.inbox)
 
     def submit(

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from specgw.link import LinkListener, ProposerLink
 from specgw.precise_timer import PreciseTimer
-from specgw.types import DraftBlock, Hello, HelloAck, ProposeStep
+from specgw.types import AnyBlock, Hello, HelloAck, ProposeStep
 
 
 class DelayedLink:
@@ -48,7 +48,7 @@ class DelayedLink:
     def link_down(self, link: ProposerLink, detail: str) -> None:
         self._later(lambda listener: listener.link_down(self, detail))
 
-    def blocks_arrived(self, link: ProposerLink, blocks: Sequence[DraftBlock]) -> None:
+    def blocks_arrived(self, link: ProposerLink, blocks: Sequence[AnyBlock]) -> None:
         self._later(lambda listener: listener.blocks_arrived(self, blocks))
 
     def _later(self, report: Callable[[LinkListener], None]) -> None:

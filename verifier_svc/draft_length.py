@@ -9,8 +9,10 @@ output's law stays what it is.
 
 import bisect
 import itertools
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from specgw.config import EngineArgs
 from specgw.engine.model_runner import ModelRunner, SequenceChunk
@@ -19,11 +21,12 @@ from specgw.types import HelloAck
 
 _PROFILE_ROWS = (1, 2, 4, 8, 16, 32)
 _PROFILE_CONTEXT = 64
-_SCALE_WEIGHT = 0.1  # of the newest step
+_ALL_WEIGHT = 0.1  # of the newest step in the times of all numbers of rows
+_OWN_WEIGHT = 0.05  # and how much more in those of about as many as it had
 _OUTLIER = 3.0  # a step this many times as long as expected was disturbed
 _DECAY = 0.95  # of what is known, with each new answer of a proposer
 _SESSION_DECAY = 0.98  # of what is known, with each new round of a session
-_PROPOSER_DECAY = 0.998  # the same, with each new round of any session
+_PROPOSER_DECAY = 0.99  # the same, with each new round of any session
 _PRIOR_TOKENS = 32.0  # tested, that the proposer's own rate counts for in a session that runs alone
 _MOST_PRIORS = 4  # times that many where several run
 _MIN_GAIN = 1.03  # over plain decoding, for drafts to be worth their trouble
@@ -34,6 +37,7 @@ _MAX_PROBE_SHARE = 0.01  # of the time that sessions without drafts take
 _MIN_PROBE_ROUNDS = 16  # without drafts, before they are tried again
 _MIN_ANSWERS = 3  # of a proposer before it is judged: the first ones are slow
 _DRAFT_SHARE = 0.5  # of the target's pass that a draft model's takes, while that is not known
+_NUM_OPENINGS = 8  # newest ones that say what a prefill takes
 
 
 @dataclass(slots=True)
@@ -87,7 +91,11 @@ class AnswerCost:
 
 
 class StepCost:
-    """Seconds of a step by its rows: the profile of the target, scaled by what steps take now."""
+    """Seconds of a step by its rows: the profile of the target, and what steps have taken since.
+
+    A step tells something of all others, since other work on the machine makes all slower, and most
+    of those with about as many rows: the profile may also have been wrong in one place.
+    """
 
     def __init__(self, profile: Sequence[tuple[int, float]]) -> None:
         """Takes (rows, seconds), by increasing rows; at least two."""
@@ -95,34 +103,45 @@ class StepCost:
         # More rows never take less: a shorter time is noise of the longer one.
         seconds = [seconds for _, seconds in profile]
         self._seconds = list(itertools.accumulate(reversed(seconds), min))[::-1]
-        self._scale = 1.0
         self.num_steps = 0
 
     def observe(self, num_rows: int, step_s: float) -> None:
         """Takes in one step of decoding sessions."""
         self.num_steps += 1
-        ratio = step_s / self._profiled(num_rows)
-        if ratio < _OUTLIER * self._scale:
-            self._scale += _SCALE_WEIGHT * (ratio - self._scale)
+        change = step_s / self.seconds(num_rows) - 1
+        if change + 1 >= _OUTLIER:
+            return
+        left, share = self._place(num_rows)
+        own = {left: 1 - share, left + 1: share}
+        if share > 1:  # the less, the farther it is beyond the profile
+            own = {left + 1: 1 / share}
+        nearest = left + (share >= 0.5)
+        for i in range(len(self._seconds)):
+            self._seconds[i] *= 1 + (_ALL_WEIGHT + _OWN_WEIGHT * own.get(i, 0.0)) * change
+        for i in range(nearest - 1, -1, -1):  # the place that the step says most of prevails
+            self._seconds[i] = min(self._seconds[i : i + 2])
+        for i in range(nearest + 1, len(self._seconds)):
+            self._seconds[i] = max(self._seconds[i - 1 : i + 1])
 
     def seconds(self, num_rows: int) -> float:
         """Returns the expected time of a step."""
-        return self._scale * self._profiled(num_rows)
+        left, share = self._place(num_rows)
+        return self._seconds[left] + share * (self._seconds[left + 1] - self._seconds[left])
 
     @property
     def prefill_row_s(self) -> float:
         """The expected time of one more row where there are many."""
         (first, last), rows = self._seconds[-2:], self._rows[-1] - self._rows[-2]
-        return self._scale * (last - first) / rows
+        return (last - first) / rows
 
-    def _profiled(self, num_rows: int) -> float:
-        """Interpolates, and goes on with the last slope beyond the profile."""
+    def _place(self, num_rows: int) -> tuple[int, float]:
+        """Returns the place in the profile before so many rows, and how far they are to the next.
+
+        More than 1 beyond the profile, which goes on with its last slope.
+        """
         right = min(max(bisect.bisect_left(self._rows, num_rows), 1), len(self._rows) - 1)
         left = right - 1
-        slope = (self._seconds[right] - self._seconds[left]) / (
-            self._rows[right] - self._rows[left]
-        )
-        return self._seconds[left] + slope * (num_rows - self._rows[left])
+        return left, (num_rows - self._rows[left]) / (self._rows[right] - self._rows[left])
 
 
 def profile_steps(runner: ModelRunner, clock: Callable[[], float]) -> StepCost:
@@ -155,13 +174,26 @@ class SessionHistory:
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """What it takes to open a session on a proposer that computes on the target's cores."""
+    """What it takes to open a session on a proposer that computes on the target's cores.
+
+    All sessions wait for the openings of all, and they are opened together or not at all: where
+    some draft and others do not, these wait for nothing of their own.
+    """
 
     num_rows: int = 0  # of its context, for the proposer's prefill; none if it is open
-    num_tokens: int = 1  # of output to be expected, which bear it
+    all_rows: int = 0  # of all sessions that are to be opened, this one among them
+    num_tokens: float = 1.0  # of output that is to be expected of each session, which bear it
 
 
 _IS_OPEN = Opening()
+
+
+class FirstBlock(NamedTuple):
+    """What sessions that were opened together took to have theirs: a prefill, then drafting."""
+
+    num_rows: int
+    num_tokens: int
+    answer_s: float
 
 
 @dataclass(slots=True)
@@ -170,9 +202,14 @@ class ProposerHistory:
 
     is_sequential: bool = True
     costs: dict[int, AnswerCost] = field(default_factory=dict)  # by the bits of that number
-    acceptance: AcceptanceRate = field(default_factory=lambda: AcceptanceRate(_PROPOSER_DECAY))
+    acceptance: AcceptanceRate = field(
+        # All would be accepted, as far as is known at first; that is forgotten like all else.
+        default_factory=lambda: AcceptanceRate(_PROPOSER_DECAY, _PRIOR_TOKENS, _PRIOR_TOKENS)
+    )
     num_idle_rounds: int = 0  # of sessions that go without drafts, since one last tried them
     idle_s: float = 0.0  # that those took of the steps
+    openings: deque[FirstBlock] = field(default_factory=lambda: deque(maxlen=_NUM_OPENINGS))
+    """The newest ones that nothing else delayed."""
 
     @classmethod
     def of(cls, offer: HelloAck) -> "ProposerHistory":
@@ -254,12 +291,13 @@ class DraftLength:
         session: SessionHistory,
         proposer: ProposerHistory,
         opening: Opening = _IS_OPEN,
+        share: float = 1.0,
     ) -> int:
         """Returns how many tokens to draft next, from 0 to `allowed`; where none pay, few at times.
 
-        Called once a round: it counts how long drafts have paused.
+        Called once a round: it counts how long drafts have paused. Arguments as for `best`.
         """
-        num_tokens = self.best(allowed, session, proposer, opening)
+        num_tokens = self.best(allowed, session, proposer, opening, share)
         session.is_drafting = num_tokens > 0
         if num_tokens > 0 or allowed <= 0:
             return num_tokens
@@ -276,56 +314,68 @@ class DraftLength:
         session: SessionHistory,
         proposer: ProposerHistory,
         opening: Opening = _IS_OPEN,
+        share: float = 1.0,
     ) -> int:
         """Returns the number that gives most tokens per second; 0 unless that is clearly more.
 
         A session that drafts goes on while it is any more. While too little is known it is all that
         are allowed.
+
+        Args:
+            allowed: Most tokens.
+            session: The session's past.
+            proposer: Its proposer's.
+            opening: What is to be done before.
+            share: Of the sessions that wait for its block, those that have one of their own.
         """
         if not self.is_adaptive or self.step_cost is None:
             return allowed
         cost = proposer.cost(self.num_running)
-        # For each token; all sessions wait for the openings of all.
-        opening_s = self.opening_s(opening.num_rows, proposer)
-        opening_s *= self._num_sessions / opening.num_tokens
+        opening_s = self.opening_s(opening.all_rows, proposer) / opening.num_tokens
         if cost is None:
             return allowed if opening_s < self.step_cost.seconds(self._num_sessions) else 0
         # Sessions that run together wait for the longest block: the more they are, the less one
         # goes its own way.
         prior_tokens = min(self._num_sessions, _MOST_PRIORS) * _PRIOR_TOKENS
-        rate = session.acceptance.value(proposer.acceptance.value(), prior_tokens)
-        times = self._times(allowed, cost, self.step_cost)
+        usual = proposer.acceptance.value(prior_tokens=0.0)
+        rate = session.acceptance.value(usual, prior_tokens)
+        times = self._times(allowed, cost, self.step_cost, share)
         least_gain = _MIN_OPENING_GAIN if opening.num_rows else _MIN_GAIN
         best, most = 0, (1.0 if session.is_drafting else least_gain) / times[0]
         tokens = power = 1.0
         for num_tokens in range(1, allowed + 1):
             power *= rate
-            tokens += power  # now E(num_tokens)
+            tokens += share * power  # now E(num_tokens), or 1 for those without drafts
             per_second = tokens / (times[num_tokens] + tokens * opening_s)
             if per_second > most:
                 best, most = num_tokens, per_second
         return best
 
     def opening_s(self, num_rows: int, proposer: ProposerHistory) -> float:
-        """Returns the time of a prefill there: of the target's, what the draft model's pass takes.
+        """Returns the time of a prefill there: what first blocks took beyond drafting.
 
-        It is not measured: what answers to first blocks take is mostly waiting for the target. Zero
-        if the target's steps were not measured.
+        While that is not known it is of the target's what the draft model's pass takes of its own.
+        Zero if the target's steps were not measured.
         """
         if self.step_cost is None or not num_rows:
             return 0.0
-        cost = proposer.cost(self.num_running)
+        cost, openings = proposer.cost(self.num_running), proposer.openings
+        if cost is not None and openings:
+            took_s = sum(max(0.0, one.answer_s - cost.seconds(one.num_tokens)) for one in openings)
+            return num_rows * took_s / sum(one.num_rows for one in openings)
         share = _DRAFT_SHARE if cost is None else cost.seconds(1) / self.step_cost.seconds(1)
         return num_rows * self.step_cost.prefill_row_s * min(share, 1.0)
 
-    def _times(self, allowed: int, cost: AnswerCost, step_cost: StepCost) -> list[float]:
+    def _times(
+        self, allowed: int, cost: AnswerCost, step_cost: StepCost, share: float
+    ) -> list[float]:
         """Returns the expected times of rounds with 0 to `allowed` tokens, the same for all.
 
         They are computed again when something was measured.
         """
-        known = self.num_running, cost, cost.num_answers, step_cost, step_cost.num_steps
+        known = self.num_running, share, cost, cost.num_answers, step_cost, step_cost.num_steps
         if known != self._round_times[0] or len(self._round_times[1]) <= allowed:
-            times = [self._seconds(num_tokens, cost) for num_tokens in range(allowed + 1)]
+            times = [self._seconds(num_tokens, cost, share) for num_tokens in range(allowed + 1)]
             self._round_times = known, times
         return self._round_times[1]
 
@@ -340,10 +390,10 @@ class DraftLength:
         cost_s = opening_s + _PROBE_ROUNDS * (answer_s + wider_s)
         return proposer.is_probe_due(step_s / num_sessions, cost_s)
 
-    def _seconds(self, num_tokens: int, cost: AnswerCost) -> float:
+    def _seconds(self, num_tokens: int, cost: AnswerCost, share: float) -> float:
         """Returns the expected time of a round, for all sessions that run."""
         assert self.step_cost is not None
-        num_rows = self._num_sessions * (1 + num_tokens)
+        num_rows = round(self._num_sessions * (1 + share * num_tokens))
         return cost.seconds(num_tokens) + self.step_cost.seconds(num_rows)
 
     @property

@@ -24,6 +24,8 @@ from specgw.hidden import MAX_COMMIT_BYTES
 from specgw.link import ProposerLink
 from specgw.types import (
     AcceptanceRule,
+    AnyBlock,
+    BlocksAhead,
     Commit,
     DraftBlock,
     HelloAck,
@@ -34,7 +36,7 @@ from specgw.types import (
     UndraftedReason,
 )
 from verifier_svc.draft_laws import are_laws
-from verifier_svc.draft_length import DraftLength, Opening, ProposerHistory
+from verifier_svc.draft_length import DraftLength, FirstBlock, Opening, ProposerHistory
 from verifier_svc.local_drafts import ADDRESS, LocalDrafts
 from verifier_svc.session import Session
 
@@ -80,6 +82,9 @@ class _Peer:
     probe_at: float = 0.0
     probe_s: float = _MIN_PROBE_S
     history: ProposerHistory = field(default_factory=ProposerHistory)
+    opened_at: float = -math.inf  # when sessions were opened last
+    opened_rows: int = 0  # of their contexts
+    num_opening: int = 0  # of them, that wait for their first block
 
     def take_step(self) -> ProposeStep:
         step = ProposeStep(tuple(self.open), tuple(self.commit), tuple(self.close))
@@ -121,6 +126,17 @@ class _Peer:
         return self.answer_s if self.drafted_s is None else self.drafted_s
 
 
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """The running sessions at one time, as one proposer sees them."""
+
+    at: float
+    address: str = ""
+    unopened_rows: int = 0  # contexts of those that are open nowhere
+    tokens_to_come: float = 1.0  # of each, on average
+    share_open: float = 1.0  # of those that decode
+
+
 class Drafting:
     """Every session's dealings with proposers. One thread; the caller passes the time."""
 
@@ -148,6 +164,8 @@ class Drafting:
         self._uses_draft_probs = uses_draft_probs
         self._target_device = target_device
         self._output_length = float(_EXPECTED_TOKENS)  # moving average over answers
+        self.running: Sequence[Session] = ()  # those that share the steps; the owner's own list
+        self._group = _Group(-math.inf)
         self._measured: tuple[object, ...] = ()  # the newest answer
 
     @property
@@ -210,7 +228,7 @@ class Drafting:
         if peer.shares_cores and not needs_prompt:
             return
         if self.length.best(self._room(session), session.history, peer.history) > 0:
-            self._open_on(peer, session)
+            self._open_on(peer, session, now)
 
     def ask(self, session: Session, now: float) -> None:
         """Asks for the block that continues the session's context as it is now."""
@@ -223,9 +241,10 @@ class Drafting:
         if peer is None:
             self._draft_locally(session, is_alone=True)
             return
-        num_tokens = self._num_wanted(peer, session)
+        num_tokens = self._num_wanted(peer, session, now)
         if num_tokens > 0 and not draft.is_open and not peer.shares_cores:
-            self._open_on(peer, session)  # even if a block is found here: its prefill costs nothing
+            # Even if a block is found here: its prefill costs nothing.
+            self._open_on(peer, session, now)
         if not peer.is_slow and self._draft_locally(session, is_alone=False):
             if draft.is_open:
                 self._commit(peer, session, 0)
@@ -269,16 +288,21 @@ class Drafting:
 
     # Blocks arrive.
 
-    def receive(self, address: str, block: DraftBlock, session: Session, now: float) -> None:
-        """Takes a block if it continues the session's context; drops it otherwise."""
+    def receive(self, address: str, block: AnyBlock, session: Session, now: float) -> None:
+        """Takes a block if it continues the session's context, or may soon; drops it otherwise."""
         peer, draft = self._peers[address], session.draft
-        if draft.address != address or draft.asked_length != block.base_length:
+        if draft.address != address:
             return
-        # Blocks that were asked for together and come together are one answer.
-        answer = address, now, draft.asked_at, draft.asked_tokens, draft.is_first, block.reason
-        if answer != self._measured:
-            self._measured = answer
-            self._measure(peer, session, block, now)
+        if isinstance(block, BlocksAhead):
+            if block.block_size <= session.max_draft_tokens:  # else nobody asked for so many
+                draft.keep_ahead(block)
+            return
+        if draft.asked_length != block.base_length:
+            return
+        self._count_answer(peer, session, block, now)
+        if peer.shares_cores and draft.is_first and draft.asked_at == peer.opened_at:
+            self._count_opening(peer, session, block, now)
+        draft.block = block.token_ids
         draft.asked_length = draft.deadline = None
         draft.is_first = False
         if block.reason not in (None, UndraftedReason.EMPTY):
@@ -341,23 +365,49 @@ class Drafting:
         wait_s = max(_MIN_DEADLINE_S, _DEADLINE_FACTOR * longest_s)
         return min(wait_s, self._draft_timeout_s)
 
+    def _count_answer(self, peer: _Peer, session: Session, block: DraftBlock, now: float) -> None:
+        """Counts blocks that were asked for together and come together as one answer."""
+        draft = session.draft
+        asked = draft.asked_at, draft.asked_tokens, draft.is_first
+        answer = peer.link.address, now, asked, block.reason
+        if answer != self._measured:
+            self._measured = answer
+            self._measure(peer, session, block, now)
+
     def _measure(self, peer: _Peer, session: Session, block: DraftBlock, now: float) -> None:
         """Judges the proposer by one more answer; the first of a session holds its prefill."""
-        answer_s = now - session.draft.asked_at
+        draft, num_tokens = session.draft, session.draft.asked_tokens
+        answer_s = now - draft.asked_at
         self._on_answer(answer_s, block.draft_s)
-        if session.draft.is_first:
+        if draft.is_first:
             return
-        if block.token_ids:  # a refusal takes no drafting
-            num_running = self.length.num_running
-            peer.history.observe(session.draft.asked_tokens, answer_s, num_running)
+        # On the target's cores all blocks wait for the prefills that were asked for with them.
+        holds_prefill = peer.shares_cores and draft.asked_at <= peer.opened_at
+        if block.token_ids and not holds_prefill:  # a refusal takes no drafting
+            peer.history.observe(num_tokens, answer_s, self.length.num_running)
         saves_s = math.inf
         if self.step_s is not None and not self.length.is_adaptive:
-            saves_s = session.draft.asked_tokens * self.step_s
+            saves_s = num_tokens * self.step_s
         was_ready = bool(block.token_ids) and block.draft_s == 0
         if peer.measure(answer_s, was_ready) <= saves_s:
             peer.mark_fast()
         else:
             peer.mark_slow(now)
+
+    def _count_opening(self, peer: _Peer, session: Session, block: DraftBlock, now: float) -> None:
+        """Learns what the prefills of sessions that were opened together took, by the last of them.
+
+        On the target's cores that is all that was done meanwhile, unless a block was late.
+        """
+        draft = session.draft
+        peer.num_opening -= 1
+        if draft.deadline is None:
+            peer.num_opening = -1  # never to be counted
+        if not block.token_ids:
+            peer.opened_rows -= draft.known_length
+        if peer.num_opening == 0 and peer.opened_rows > 0:
+            first = FirstBlock(peer.opened_rows, draft.asked_tokens, now - draft.asked_at)
+            peer.history.openings.append(first)
 
     # Without a proposer.
 
@@ -421,46 +471,93 @@ class Drafting:
             key=lambda peer: (peer.is_slow, peer.link.address != wanted, len(peer.session_ids)),
         )
 
-    def _num_wanted(self, peer: _Peer, session: Session) -> int:
+    def _num_wanted(self, peer: _Peer, session: Session, now: float) -> int:
         """Returns how many tokens the proposer is to draft for the next round."""
         assert peer.ack is not None  # or it is not one to ask
         allowed = min(self._room(session), peer.ack.max_draft_tokens)
-        opening = self._opening(peer, session)
-        return self.length.choose(allowed, session.history, peer.history, opening)
+        opening, share = Opening(), 1.0
+        if peer.shares_cores:  # all wait for it, those too that are not drafted for
+            group, num_rows = self._group_at(now, peer, session), len(session.context)
+            if session.draft.is_open:
+                share = group.share_open
+            else:
+                all_rows = max(num_rows, group.unopened_rows)
+                opening = Opening(num_rows, all_rows, group.tokens_to_come)
+        return self.length.choose(allowed, session.history, peer.history, opening, share)
 
-    def _opening(self, peer: _Peer, session: Session) -> Opening:
-        """Returns what it takes to open the session, and how much is still to be expected of it.
+    def _group_at(self, now: float, peer: _Peer, session: Session) -> _Group:
+        """Returns what the running sessions have in common, the same for all of a step."""
+        address = peer.link.address
+        if (self._group.at, self._group.address) != (now, address):
+            running = [one for one in self.running if self._room(one) > 0] or [session]
+            waiting = [s for s in running if not s.draft.is_open and s.draft.retry_at <= now]
+            to_come = sum(map(self._tokens_to_come, running)) / len(running)
+            decoding = [one.draft for one in running if one.has_started]
+            num_here = sum(one.is_open and one.address == address for one in decoding)
+            self._group = _Group(
+                *(now, address),
+                unopened_rows=sum(len(one.context) for one in waiting),
+                tokens_to_come=max(1.0, to_come),
+                share_open=num_here / len(decoding) if decoding else 1.0,
+            )
+        return self._group
 
-        That is what other answers had after so many tokens, or as many tokens again.
-        """
-        if session.draft.is_open or not peer.shares_cores:
-            return Opening()
-        length = len(session.context)
-        num_output = length - len(session.request.prompt_token_ids)
+    def _tokens_to_come(self, session: Session) -> int:
+        """Returns what other answers had after so many tokens, or as many tokens again."""
+        num_output = len(session.context) - len(session.request.prompt_token_ids)
         expected = max(int(self._output_length) - num_output, num_output)
-        return Opening(length, max(1, min(expected, session.remaining_tokens)))
+        return min(expected, session.remaining_tokens)
 
     def _ask(self, peer: _Peer, session: Session, num_tokens: int, now: float) -> None:
         draft = session.draft
         if not draft.is_open:
-            self._open_on(peer, session)
+            self._open_on(peer, session, now)
+        found = draft.find_ahead(session.context)
+        # A shorter one is begun there, and goes on when it is asked for.
+        usable = self._usable(found[:num_tokens]) if len(found) >= num_tokens else ()
+        if usable:
+            self._take_ahead(peer, session, usable, now)
+            return
         self._commit(peer, session, num_tokens)
         draft.asked_length = len(session.context)
         draft.asked_at, draft.asked_tokens = now, num_tokens
         draft.reason = UndraftedReason.LATE
         draft.deadline = now + self._wait_s(peer, session)
 
-    def _commit(self, peer: _Peer, session: Session, num_tokens: int) -> None:
+    def _take_ahead(
+        self, peer: _Peer, session: Session, token_ids: Sequence[int], now: float
+    ) -> None:
+        """Takes a block that came before it was asked for."""
+        draft, num_tokens = session.draft, len(token_ids)
+        self._commit(peer, session, 0, num_taken=num_tokens)
+        draft.block = draft.token_ids = token_ids
+        draft.source, draft.reason = PROPOSER, UndraftedReason.EMPTY
+        taken = peer.link.address, now, num_tokens
+        if taken != self._measured:  # those that are taken together count as one answer
+            self._measured = taken
+            peer.ready_rate = moving_average(peer.ready_rate, True)
+            peer.history.observe(num_tokens, 0.0, self.length.num_running)
+
+    def _commit(
+        self, peer: _Peer, session: Session, num_tokens: int, *, num_taken: int = 0
+    ) -> None:
         """Brings the proposer's context up to date and asks for a block of `num_tokens`, if any."""
         draft = session.draft
+        draft.ahead.clear()
         missing = tuple(session.context[draft.known_length :])
         needed = peer.ack.hidden if peer.ack is not None else None
         hidden = draft.hidden.take(needed) if needed is not None else None
         base_length = draft.known_length
-        peer.commit.append(Commit(session.session_id, base_length, missing, num_tokens, hidden))
+        peer.commit.append(
+            Commit(session.session_id, base_length, missing, num_tokens, hidden, num_taken)
+        )
         draft.known_length = len(session.context)
 
-    def _open_on(self, peer: _Peer, session: Session) -> None:
+    def _open_on(self, peer: _Peer, session: Session, now: float) -> None:
+        if peer.opened_at != now:
+            peer.opened_at, peer.opened_rows, peer.num_opening = now, 0, 0
+        peer.opened_rows += len(session.context)
+        peer.num_opening += 1
         session.draft.reset(peer.link.address)
         session.draft.is_open = True
         session.draft.known_length = len(session.context)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from specgw.grammar import GrammarMatcher
 from specgw.link import ProposerLink
 from specgw.lookup.prediction import Prediction
-from specgw.types import DraftBlock, GenerateRequest, HelloAck
+from specgw.types import AnyBlock, GenerateRequest, HelloAck
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Blocks:
     """A proposer has drafted. `arrived_at` is the inbox's clock at that moment."""
 
     address: str
-    blocks: Sequence[DraftBlock]
+    blocks: Sequence[AnyBlock]
     arrived_at: float
 
 
@@ -109,7 +109,7 @@ class Inbox:
     def link_down(self, link: ProposerLink, detail: str) -> None:
         self._events.put(LinkDown(link.address, detail))
 
-    def blocks_arrived(self, link: ProposerLink, blocks: Sequence[DraftBlock]) -> None:
+    def blocks_arrived(self, link: ProposerLink, blocks: Sequence[AnyBlock]) -> None:
         self._events.put(Blocks(link.address, blocks, self._clock()))
 
     def waiting(self) -> Iterator[Event]:

@@ -17,7 +17,7 @@ from specgw.config import TlsSettings
 from specgw.errors import IncompatibleModels, SpecgwError
 from specgw.handshake import greeting_mismatches
 from specgw.link import LinkListener
-from specgw.types import DraftBlock, Hello, HelloAck, ProposeStep
+from specgw.types import AnyBlock, Hello, HelloAck, ProposeStep
 from specgw.v1 import proposer_pb2, proposer_pb2_grpc
 
 logger = logging.getLogger(__name__)
@@ -137,7 +137,7 @@ class _Stream:
         self.ack = answer
         return answer
 
-    async def blocks(self) -> AsyncIterator[Sequence[DraftBlock]]:
+    async def blocks(self) -> AsyncIterator[Sequence[AnyBlock]]:
         """Yields what is drafted until the stream ends."""
         async for response in self._responses:
             blocks = _parse(response)
@@ -159,12 +159,13 @@ class _Stream:
         self._call.cancel()
 
 
-def _parse(response: proposer_pb2.ProposeResponse | None) -> HelloAck | Sequence[DraftBlock]:
+def _parse(response: proposer_pb2.ProposeResponse | None) -> HelloAck | Sequence[AnyBlock]:
     """Unpacks a response. gRPC gives none for bytes that are no message."""
     if response is None:
         raise SpecgwError("the proposer sent a message that cannot be read")
-    if len(response.blocks.blocks) > _MAX_BLOCKS:
-        raise SpecgwError(f"the proposer sent {len(response.blocks.blocks)} blocks at once")
+    num_blocks = len(response.blocks.blocks) + len(response.blocks.ahead)
+    if num_blocks > _MAX_BLOCKS:
+        raise SpecgwError(f"the proposer sent {num_blocks} blocks at once")
     answer = wire.propose_response_from_pb(response)
     return answer if isinstance(answer, HelloAck) else answer[0]
 

@@ -8,12 +8,19 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from specgw.budget import decode_rows
 from specgw.engine.kv_cache import OutOfBlocks
 from specgw.errors import Overloaded, SpecgwError
-from specgw.types import GenerateOutput, ProposerStatus, Round, SpeculationStats
+from specgw.types import (
+    BlocksAhead,
+    DraftBlock,
+    GenerateOutput,
+    ProposerStatus,
+    Round,
+    SpeculationStats,
+)
 from verifier_svc.draft_length import profile_steps
 from verifier_svc.drafting import Drafting, moving_average
 from verifier_svc.inbox import Blocks, Cancel, Event, Inbox, LinkDown, LinkUp, Stop, Submit
@@ -87,7 +94,9 @@ class Scheduler:
         self.inbox = Inbox(clock)
         self._sessions: dict[int, Session] = {}
         self._running: list[Session] = []  # oldest first
+        drafting.running = self._running
         self._waiting: deque[Session] = deque()
+        self._postponed: list[Event] = []  # that came during the step
         self._outputs: list[tuple[int, GenerateOutput | SpecgwError]] = []
         self._prefill_budget = PrefillBudget(limits.max_prefill_tokens_beside_decodes)
         self._speculation = SpeculationStats()
@@ -119,6 +128,7 @@ class Scheduler:
         batch = self._build_batch()
         if batch:
             verified = self._verify(batch)
+            self._take_meanwhile()
             self._commit(batch, verified)
         self._flush()
 
@@ -126,8 +136,7 @@ class Scheduler:
 
     def _drain(self) -> None:
         while True:
-            for event in self.inbox.waiting():
-                self._take(event)
+            self._take_waiting()
             if self._is_stopping:
                 return
             now = self._clock()
@@ -167,6 +176,28 @@ class Scheduler:
         most_s = (self._drafting.step_s or 0.0) * (1 - ready_rate * (1 - share))
         due_at = self._drafting.due_at(session)
         return due_at + most_s / 2 if due_at <= now + most_s else now
+
+    def _take_waiting(self) -> None:
+        postponed, self._postponed = self._postponed, []
+        for event in (*postponed, *self.inbox.waiting()):
+            self._take(event)
+
+    def _take_meanwhile(self) -> None:
+        """Takes in what came during the step, before its commits: these may find their blocks.
+
+        What became of the drafts that the step was about waits until they are counted.
+        """
+        for event in self.inbox.waiting():
+            match event:
+                case Blocks():
+                    ahead = [block for block in event.blocks if isinstance(block, BlocksAhead)]
+                    asked = [block for block in event.blocks if isinstance(block, DraftBlock)]
+                    self._take(replace(event, blocks=ahead))
+                    self._postponed.append(replace(event, blocks=asked))
+                case LinkUp() | LinkDown():
+                    self._postponed.append(event)
+                case _:
+                    self._take(event)
 
     def _take(self, event: Event) -> None:
         match event:
@@ -256,7 +287,7 @@ class Scheduler:
         budget = self._limits.max_num_batched_tokens
         num_decoding = sum(is_decoding for _, is_decoding in ready)
         max_drafts = self._max_drafts_each(num_decoding, len(ready), budget)
-        prefill_budget = self._max_prefill_rows(budget) if num_decoding < len(ready) else 0
+        prefill_budget = self._max_prefill_rows(ready, budget) if num_decoding < len(ready) else 0
         batch: dict[int, tuple[Session, VerifyRows]] = {}
         for session, is_decoding in ready:
             room = budget if is_decoding else min(budget, prefill_budget)
@@ -268,9 +299,11 @@ class Scheduler:
                     prefill_budget -= 0 if is_decoding else rows.num_rows
         return list(batch.values())
 
-    def _max_prefill_rows(self, budget: int) -> int:
+    def _max_prefill_rows(self, ready: Sequence[tuple[Session, bool]], budget: int) -> int:
         if any(session.is_decoding for session in self._running):
-            return self._prefill_budget.rows(budget)
+            decoding = [session for session, is_decoding in ready if is_decoding]
+            num_rows = sum(1 + len(session.draft.token_ids) for session in decoding)
+            return self._prefill_budget.rows(budget, num_rows)
         return budget
 
     def _max_drafts_each(self, num_decoding: int, num_ready: int, budget: int) -> int:
@@ -363,7 +396,7 @@ class Scheduler:
         self._on_step(StepReport(num_rows, forward_s, step_s - forward_s, wait_s))
         missing = [len(rows.missing_token_ids) for _, rows in batch]
         num_prompt_rows = sum(count for count in missing if count > 1)
-        self._prefill_budget.observe(num_prompt_rows, step_s, wait_s)
+        self._prefill_budget.observe(num_prompt_rows, num_rows - num_prompt_rows, step_s, wait_s)
         if all(count == 1 for count in missing):
             self._drafting.step_s = moving_average(self._drafting.step_s, step_s)
             self._drafting.length.observe_step(num_rows, step_s)
@@ -376,6 +409,8 @@ class Scheduler:
         self._count_running()
         now = self._clock()
         for (session, rows), result in zip(batch, verified or (), strict=False):
+            if session.session_id not in self._sessions:  # cancelled meanwhile
+                continue
             if result.prompt_logprobs:
                 session.prompt_logprobs.extend(result.prompt_logprobs)
             if result.error is not None:

@@ -9,6 +9,8 @@ from specgw.engine.kv_cache import SequenceCache
 from specgw.errors import InvalidRequest
 from specgw.lookup.prediction import Prediction
 from specgw.types import (
+    MAX_BLOCKS_AHEAD,
+    BlocksAhead,
     DraftSampling,
     FinishReason,
     GenerateRequest,
@@ -42,6 +44,8 @@ class DraftState:
     source: str = ""  # of the newest block
     reason: UndraftedReason = UndraftedReason.UNAVAILABLE
     hidden: HiddenRows = field(default_factory=HiddenRows)  # for a proposer that needs them
+    block: Sequence[int] = ()  # the newest of the proposer's, which `known_length` tokens go before
+    ahead: list[BlocksAhead] = field(default_factory=list)  # what may follow it
 
     def reset(self, address: str = "") -> None:
         """Forgets the proposer's side: nothing is open there."""
@@ -52,6 +56,8 @@ class DraftState:
         self.is_first = True
         self.token_ids, self.probs = (), ()
         self.hidden.clear()
+        self.block = ()
+        self.ahead.clear()
 
     def take(self) -> tuple[Sequence[int], Sequence[TokenProbs]]:
         """Returns the block that has arrived, if any, and forgets it. The session waits no more."""
@@ -59,6 +65,28 @@ class DraftState:
         self.token_ids, self.probs = (), ()
         self.deadline = None
         return taken
+
+    def keep_ahead(self, blocks: BlocksAhead) -> None:
+        """Keeps blocks that may follow the newest block, as far as the agreed number goes."""
+        num_kept = sum(len(one.accepted_counts) for one in (*self.ahead, blocks))
+        is_next = self.is_open and blocks.base_length == self.known_length
+        if is_next and num_kept <= MAX_BLOCKS_AHEAD:
+            self.ahead.append(blocks)
+
+    def find_ahead(self, context: Sequence[int]) -> Sequence[int]:
+        """Returns the block that was sent ahead for the context, if any: no tokens if not.
+
+        The context goes on from where it was known with what was accepted of the newest block, and
+        one more token.
+        """
+        missing = context[self.known_length :]
+        if not (self.ahead and missing):
+            return ()
+        *accepted, token_id = missing
+        if list(self.block[: len(accepted)]) != accepted:
+            return ()
+        found = (one.find(len(accepted), token_id) for one in self.ahead)
+        return next((token_ids for token_ids in found if token_ids), ())
 
 
 @dataclass(slots=True, eq=False)

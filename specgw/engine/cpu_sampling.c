@@ -76,13 +76,21 @@ TARGET void specgw_block_maxima(const void *logits, int64_t is_bf16, float *maxi
 }
 
 // The first of the largest values, or of those that are NaN.
-static int64_t first_largest(const float *values, int64_t count) {
-    int64_t largest = 0;
-    for (int64_t i = 0; i < count; i++) {
-        if (isnan(values[i])) return i;
-        if (values[i] > values[largest]) largest = i;
+INLINE int64_t first_largest(const float *values, int64_t count) {
+    __m512 none = _mm512_set1_ps(-INFINITY), largest = none;
+    for (int64_t i = 0; i < count; i += LANES) {
+        __m512 some = _mm512_mask_loadu_ps(none, lanes(count - i), values + i);
+        __mmask16 broken = _mm512_cmp_ps_mask(some, some, _CMP_UNORD_Q);
+        if (broken) return i + __builtin_ctz(broken);
+        largest = _mm512_max_ps(largest, some);
     }
-    return largest;
+    __m512 best = _mm512_set1_ps(_mm512_reduce_max_ps(largest));
+    for (int64_t i = 0; i < count; i += LANES) {
+        __m512 some = _mm512_mask_loadu_ps(none, lanes(count - i), values + i);
+        __mmask16 equal = _mm512_cmp_ps_mask(some, best, _CMP_EQ_OQ);
+        if (equal) return i + __builtin_ctz(equal);
+    }
+    return 0;
 }
 
 // Copies a block of logits; returns how many they are.
@@ -101,6 +109,42 @@ TARGET void specgw_first_maximum(const void *logits, int64_t is_bf16, const floa
         int64_t block = first_largest(maxima + i * num_blocks, num_blocks);
         int64_t count = copy_block(row_at(logits, is_bf16, i, size), block, values);
         token_ids[i] = block * NOISE_BLOCK + first_largest(values, count);
+    }
+}
+
+// A block of logits without those that are taken; returns how many they are.
+INLINE int64_t copy_rest(Row row, int64_t block, const int64_t *taken, int64_t num_taken, float *logits) {
+    int64_t count = copy_block(row, block, logits);
+    for (int64_t i = 0; i < num_taken; i++)
+        if (taken[i] / NOISE_BLOCK == block) logits[taken[i] % NOISE_BLOCK] = -INFINITY;
+    return count;
+}
+
+// ids[num_rows][1 + count] begin with one id each; the rest are set to those with the largest of the other logits, which
+// are values[num_rows][count], the largest first.
+TARGET void specgw_next_maxima(const void *logits, int64_t is_bf16, const float *maxima, int64_t *ids, float *values,
+                               int64_t count, int64_t num_rows, int64_t size) {
+    int64_t num_blocks = num_blocks_of(size);
+#pragma omp parallel if (num_rows > 1)
+    {
+        float *left = malloc(num_blocks * sizeof *left), rest[NOISE_BLOCK];
+#pragma omp for schedule(static)
+        for (int64_t i = 0; i < num_rows; i++) {
+            Row row = row_at(logits, is_bf16, i, size);
+            int64_t *taken = ids + i * (1 + count);
+            memcpy(left, maxima + i * num_blocks, num_blocks * sizeof *left);
+            for (int64_t n = 1; n <= count; n++) {
+                int64_t block = taken[n - 1] / NOISE_BLOCK;
+                int64_t num_left = copy_rest(row, block, taken, n, rest);
+                left[block] = rest[first_largest(rest, num_left)];
+                block = first_largest(left, num_blocks);
+                num_left = copy_rest(row, block, taken, n, rest);
+                int64_t place = first_largest(rest, num_left);
+                taken[n] = block * NOISE_BLOCK + place;
+                values[i * count + n - 1] = rest[place];
+            }
+        }
+        free(left);
     }
 }
 

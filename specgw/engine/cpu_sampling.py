@@ -17,6 +17,7 @@ _operators = load_operators(
     {
         "specgw_block_maxima": (POINTER, INT, POINTER, INT, INT),
         "specgw_first_maximum": (POINTER, INT, *[POINTER] * 2, INT, INT),
+        "specgw_next_maxima": (POINTER, INT, *[POINTER] * 3, INT, INT, INT),
         "specgw_smallest_kept": (POINTER, INT, *[POINTER] * 5, INT, INT),
         "specgw_keep_allowed": (*[POINTER] * 2, INT),
         "specgw_draw": (POINTER, INT, *[POINTER] * 6, INT, POINTER, INT, INT),
@@ -44,6 +45,21 @@ def first_maximum(logits: Tensor, maxima: Tensor) -> Tensor:
     pointers = maxima.data_ptr(), token_ids.data_ptr()
     _operators["specgw_first_maximum"](*_start(logits), *pointers, *logits.shape)
     return token_ids
+
+
+def next_maxima(
+    logits: Tensor,
+    maxima: Tensor,  # as of `block_maxima`
+    first: Tensor,  # [num_rows] int64
+    count: int,  # less than vocab_size
+) -> tuple[Tensor, Tensor]:
+    """Returns ids with the largest logits but for a first one, and those: [num_rows, count]."""
+    ids = torch.empty(len(logits), 1 + count, dtype=torch.int64)
+    ids[:, 0] = first
+    values = torch.empty(len(logits), count)
+    pointers = maxima.data_ptr(), ids.data_ptr(), values.data_ptr()
+    _operators["specgw_next_maxima"](*_start(logits), *pointers, count, *logits.shape)
+    return ids[:, 1:], values
 
 
 def smallest_kept(

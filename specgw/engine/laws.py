@@ -159,8 +159,8 @@ def first_maximum(
 
 
 def next_maxima(
-    logits: Tensor,  # [num_rows, vocab_size]; written to, and as before in the end
-    maxima: Tensor,  # [num_rows, num_blocks], as of `block_maxima`; overwritten
+    logits: Tensor,  # [num_rows, vocab_size]; may be written to, and is as before in the end
+    maxima: Tensor,  # [num_rows, num_blocks], as of `block_maxima`; may be overwritten
     first: Tensor,  # [num_rows]
     count: int,
 ) -> tuple[Tensor, Tensor]:
@@ -168,12 +168,15 @@ def next_maxima(
 
     Both are [num_rows, count]. Looks at one block for each, whatever the size of the vocabulary.
     """
+    if cpu_sampling.is_usable(logits):
+        return cpu_sampling.next_maxima(logits, maxima, first, count)
     rows = torch.arange(len(logits), device=logits.device)
     ids, values = [first], [logits[rows, first]]
     for _ in range(count):
         logits[rows, ids[-1]] = -torch.inf
         blocks = ids[-1] // NOISE_BLOCK
-        maxima[rows, blocks] = _block_logits(logits, rows, blocks)[0].amax(dim=1)
+        left, _ = _block_logits(logits, rows, blocks)
+        maxima[rows, blocks] = left.amax(dim=1).float()
         ids.append(first_maximum(logits, maxima))
         values.append(logits[rows, ids[-1]])
     for taken, value in zip(ids[:-1], values[:-1], strict=True):

@@ -26,49 +26,51 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from specgw.v1 import types_pb2 as specgw_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18specgw/v1/proposer.proto\x12\tspecgw.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x15specgw/v1/types.proto\"f\n\x0eProposeRequest\x12!\n\x05hello\x18\x01 \x01(\x0b\x32\x10.specgw.v1.HelloH\x00\x12&\n\x04step\x18\x02 \x01(\x0b\x32\x16.specgw.v1.ProposeStepH\x00\x42\t\n\x07message\"p\n\x0fProposeResponse\x12(\n\thello_ack\x18\x01 \x01(\x0b\x32\x13.specgw.v1.HelloAckH\x00\x12(\n\x06\x62locks\x18\x02 \x01(\x0b\x32\x16.specgw.v1.DraftBlocksH\x00\x42\t\n\x07message\"\xb0\x02\n\x05Hello\x12\x18\n\x10protocol_version\x18\x01 \x01(\x05\x12\x13\n\x0bverifier_id\x18\x02 \x01(\t\x12\x31\n\x0ctarget_model\x18\x03 \x01(\x0b\x32\x1b.specgw.v1.ModelDescription\x12\x18\n\x10max_draft_tokens\x18\x04 \x01(\x05\x12\x0e\n\x06method\x18\x05 \x01(\t\x12\x13\n\x0b\x64raft_model\x18\x06 \x01(\t\x12$\n\x17\x65xtra_slots_per_session\x18\x07 \x01(\x05H\x00\x88\x01\x01\x12\x1b\n\x13\x64raft_sample_method\x18\x08 \x01(\t\x12\'\n\x06hidden\x18\t \x01(\x0b\x32\x17.specgw.v1.HiddenFormatB\x1a\n\x18_extra_slots_per_session\";\n\x0cHiddenFormat\x12\x0e\n\x06layers\x18\x01 \x03(\x05\x12\x0c\n\x04size\x18\x02 \x01(\x05\x12\r\n\x05\x64type\x18\x03 \x01(\t\"\xa0\x03\n\x08HelloAck\x12\x18\n\x10protocol_version\x18\x01 \x01(\x05\x12\x13\n\x0bproposer_id\x18\x02 \x01(\t\x12\x0e\n\x06method\x18\x03 \x01(\t\x12\x30\n\x0b\x64raft_model\x18\x04 \x01(\x0b\x32\x1b.specgw.v1.ModelDescription\x12\x18\n\x10max_draft_tokens\x18\x05 \x01(\x05\x12\x1f\n\x17\x65xtra_slots_per_session\x18\x06 \x01(\x05\x12\x14\n\x0cmax_sessions\x18\x07 \x01(\x05\x12 \n\x18kv_lookahead_per_session\x18\x08 \x01(\x05\x12\x1e\n\x16max_num_batched_tokens\x18\t \x01(\x05\x12\x1a\n\x12kv_capacity_tokens\x18\n \x01(\x03\x12\x1b\n\x13\x64raft_sample_method\x18\x0b \x01(\t\x12\'\n\x06hidden\x18\x0c \x01(\x0b\x32\x17.specgw.v1.HiddenFormat\x12.\n\rvocab_mapping\x18\r \x01(\x0b\x32\x17.specgw.v1.VocabMapping\"d\n\x0cVocabMapping\x12\x0e\n\x06method\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x17\n\x0ftarget_coverage\x18\x03 \x01(\x01\x12\x16\n\x0e\x64raft_coverage\x18\x04 \x01(\x01\"~\n\x0bProposeStep\x12$\n\x04open\x18\x01 \x03(\x0b\x32\x16.specgw.v1.OpenSession\x12!\n\x06\x63ommit\x18\x02 \x03(\x0b\x32\x11.specgw.v1.Commit\x12&\n\x05\x63lose\x18\x03 \x03(\x0b\x32\x17.specgw.v1.CloseSession\"\xda\x01\n\x0bOpenSession\x12\x12\n\nsession_id\x18\x01 \x01(\x03\x12&\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x13.specgw.v1.TokenIds\x12*\n\x08sampling\x18\x03 \x01(\x0b\x32\x18.specgw.v1.DraftSampling\x12\x38\n\x12structured_outputs\x18\x05 \x01(\x0b\x32\x1c.specgw.v1.StructuredOutputs\x12\x15\n\rprompt_length\x18\x07 \x01(\x05\x12\x12\n\ncache_salt\x18\x06 \x01(\t\"n\n\rDraftSampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_k\x18\x02 \x01(\x05\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x00\x88\x01\x01\x12\r\n\x05min_p\x18\x04 \x01(\x01\x12\x0c\n\x04seed\x18\x05 \x01(\x03\x42\x08\n\x06_top_p\"\x9c\x01\n\x06\x43ommit\x12\x12\n\nsession_id\x18\x01 \x01(\x03\x12\x13\n\x0b\x62\x61se_length\x18\x02 \x01(\x05\x12&\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x13.specgw.v1.TokenIds\x12\x18\n\x10max_draft_tokens\x18\x04 \x01(\x05\x12\'\n\x06hidden\x18\x05 \x01(\x0b\x32\x17.specgw.v1.HiddenStates\"R\n\x0cHiddenStates\x12\x0e\n\x06values\x18\x01 \x01(\x0c\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\x11\n\trow_count\x18\x03 \x01(\x05\x12\x10\n\x08row_size\x18\x04 \x01(\x05\"\"\n\x0c\x43loseSession\x12\x12\n\nsession_id\x18\x01 \x01(\x03\"I\n\x0b\x44raftBlocks\x12%\n\x06\x62locks\x18\x01 \x03(\x0b\x32\x15.specgw.v1.DraftBlock\x12\x13\n\x0bqueue_depth\x18\x02 \x01(\x05\"\x8d\x02\n\nDraftBlock\x12\x12\n\nsession_id\x18\x01 \x01(\x03\x12\x13\n\x0b\x62\x61se_length\x18\x02 \x01(\x05\x12&\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x13.specgw.v1.TokenIds\x12\'\n\x04rule\x18\x04 \x01(\x0e\x32\x19.specgw.v1.AcceptanceRule\x12*\n\x06reason\x18\x05 \x01(\x0e\x32\x1a.specgw.v1.UndraftedReason\x12-\n\ndraft_time\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12*\n\x0b\x64raft_probs\x18\x07 \x01(\x0b\x32\x15.specgw.v1.DraftProbs\"`\n\nDraftProbs\x12\x16\n\x0esupport_counts\x18\x01 \x03(\x05\x12&\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x13.specgw.v1.TokenIds\x12\x12\n\nfloat32_le\x18\x03 \x01(\x0c\"\x18\n\x16GetProposerInfoRequest\"\xf7\x02\n\x17GetProposerInfoResponse\x12\x18\n\x10protocol_version\x18\x01 \x01(\x05\x12\x13\n\x0bproposer_id\x18\x02 \x01(\t\x12\x0e\n\x06method\x18\x03 \x01(\t\x12\x30\n\x0b\x64raft_model\x18\x04 \x01(\x0b\x32\x1b.specgw.v1.ModelDescription\x12\x18\n\x10max_draft_tokens\x18\x05 \x01(\x05\x12\x1f\n\x17\x65xtra_slots_per_session\x18\x06 \x01(\x05\x12\x14\n\x0cmax_sessions\x18\x07 \x01(\x05\x12\x15\n\rsession_count\x18\x08 \x01(\x05\x12\x1a\n\x12kv_capacity_tokens\x18\t \x01(\x03\x12\x16\n\x0ekv_used_tokens\x18\n \x01(\x03\x12\x1e\n\x16max_num_batched_tokens\x18\x0b \x01(\x05\x12\x19\n\x11\x64raft_token_count\x18\x0c \x01(\x03\x12\x14\n\x0cresync_count\x18\r \x01(\x03*\x86\x01\n\x0e\x41\x63\x63\x65ptanceRule\x12\x1f\n\x1b\x41\x43\x43\x45PTANCE_RULE_UNSPECIFIED\x10\x00\x12\x1b\n\x17\x41\x43\x43\x45PTANCE_RULE_ONE_HOT\x10\x01\x12\x1b\n\x17\x41\x43\x43\x45PTANCE_RULE_COUPLED\x10\x02\x12\x19\n\x15\x41\x43\x43\x45PTANCE_RULE_PROBS\x10\x03\x32\xb1\x01\n\x0fProposerService\x12\x44\n\x07Propose\x12\x19.specgw.v1.ProposeRequest\x1a\x1a.specgw.v1.ProposeResponse(\x01\x30\x01\x12X\n\x0fGetProposerInfo\x12!.specgw.v1.GetProposerInfoRequest\x1a\".specgw.v1.GetProposerInfoResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18specgw/v1/proposer.proto\x12\tspecgw.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x15specgw/v1/types.proto\"f\n\x0eProposeRequest\x12!\n\x05hello\x18\x01 \x01(\x0b\x32\x10.specgw.v1.HelloH\x00\x12&\n\x04step\x18\x02 \x01(\x0b\x32\x16.specgw.v1.ProposeStepH\x00\x42\t\n\x07message\"p\n\x0fProposeResponse\x12(\n\thello_ack\x18\x01 \x01(\x0b\x32\x13.specgw.v1.HelloAckH\x00\x12(\n\x06\x62locks\x18\x02 \x01(\x0b\x32\x16.specgw.v1.DraftBlocksH\x00\x42\t\n\x07message\"\xcc\x02\n\x05Hello\x12\x18\n\x10protocol_version\x18\x01 \x01(\x05\x12\x13\n\x0bverifier_id\x18\x02 \x01(\t\x12\x31\n\x0ctarget_model\x18\x03 \x01(\x0b\x32\x1b.specgw.v1.ModelDescription\x12\x18\n\x10max_draft_tokens\x18\x04 \x01(\x05\x12\x0e\n\x06method\x18\x05 \x01(\t\x12\x13\n\x0b\x64raft_model\x18\x06 \x01(\t\x12$\n\x17\x65xtra_slots_per_session\x18\x07 \x01(\x05H\x00\x88\x01\x01\x12\x1b\n\x13\x64raft_sample_method\x18\x08 \x01(\t\x12\'\n\x06hidden\x18\t \x01(\x0b\x32\x17.specgw.v1.HiddenFormat\x12\x1a\n\x12takes_blocks_ahead\x18\n \x01(\x08\x42\x1a\n\x18_extra_slots_per_session\";\n\x0cHiddenFormat\x12\x0e\n\x06layers\x18\x01 \x03(\x05\x12\x0c\n\x04size\x18\x02 \x01(\x05\x12\r\n\x05\x64type\x18\x03 \x01(\t\"\xa0\x03\n\x08HelloAck\x12\x18\n\x10protocol_version\x18\x01 \x01(\x05\x12\x13\n\x0bproposer_id\x18\x02 \x01(\t\x12\x0e\n\x06method\x18\x03 \x01(\t\x12\x30\n\x0b\x64raft_model\x18\x04 \x01(\x0b\x32\x1b.specgw.v1.ModelDescription\x12\x18\n\x10max_draft_tokens\x18\x05 \x01(\x05\x12\x1f\n\x17\x65xtra_slots_per_session\x18\x06 \x01(\x05\x12\x14\n\x0cmax_sessions\x18\x07 \x01(\x05\x12 \n\x18kv_lookahead_per_session\x18\x08 \x01(\x05\x12\x1e\n\x16max_num_batched_tokens\x18\t \x01(\x05\x12\x1a\n\x12kv_capacity_tokens\x18\n \x01(\x03\x12\x1b\n\x13\x64raft_sample_method\x18\x0b \x01(\t\x12\'\n\x06hidden\x18\x0c \x01(\x0b\x32\x17.specgw.v1.HiddenFormat\x12.\n\rvocab_mapping\x18\r \x01(\x0b\x32\x17.specgw.v1.VocabMapping\"d\n\x0cVocabMapping\x12\x0e\n\x06method\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x17\n\x0ftarget_coverage\x18\x03 \x01(\x01\x12\x16\n\x0e\x64raft_coverage\x18\x04 \x01(\x01\"~\n\x0bProposeStep\x12$\n\x04open\x18\x01 \x03(\x0b\x32\x16.specgw.v1.OpenSession\x12!\n\x06\x63ommit\x18\x02 \x03(\x0b\x32\x11.specgw.v1.Commit\x12&\n\x05\x63lose\x18\x03 \x03(\x0b\x32\x17.specgw.v1.CloseSession\"\xda\x01\n\x0bOpenSession\x12\x12\n\nsession_id\x18\x01 \x01(\x03\x12&\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x13.specgw.v1.TokenIds\x12*\n\x08sampling\x18\x03 \x01(\x0b\x32\x18.specgw.v1.DraftSampling\x12\x38\n\x12structured_outputs\x18\x05 \x01(\x0b\x32\x1c.specgw.v1.StructuredOutputs\x12\x15\n\rprompt_length\x18\x07 \x01(\x05\x12\x12\n\ncache_salt\x18\x06 \x01(\t\"n\n\rDraftSampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_k\x18\x02 \x01(\x05\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x00\x88\x01\x01\x12\r\n\x05min_p\x18\x04 \x01(\x01\x12\x0c\n\x04seed\x18\x05 \x01(\x03\x42\x08\n\x06_top_p\"\xb8\x01\n\x06\x43ommit\x12\x12\n\nsession_id\x18\x01 \x01(\x03\x12\x13\n\x0b\x62\x61se_length\x18\x02 \x01(\x05\x12&\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x13.specgw.v1.TokenIds\x12\x18\n\x10max_draft_tokens\x18\x04 \x01(\x05\x12\x1a\n\x12taken_draft_tokens\x18\x06 \x01(\x05\x12\'\n\x06hidden\x18\x05 \x01(\x0b\x32\x17.specgw.v1.HiddenStates\"R\n\x0cHiddenStates\x12\x0e\n\x06values\x18\x01 \x01(\x0c\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\x11\n\trow_count\x18\x03 \x01(\x05\x12\x10\n\x08row_size\x18\x04 \x01(\x05\"\"\n\x0c\x43loseSession\x12\x12\n\nsession_id\x18\x01 \x01(\x03\"p\n\x0b\x44raftBlocks\x12%\n\x06\x62locks\x18\x01 \x03(\x0b\x32\x15.specgw.v1.DraftBlock\x12\x13\n\x0bqueue_depth\x18\x02 \x01(\x05\x12%\n\x05\x61head\x18\x03 \x03(\x0b\x32\x16.specgw.v1.BlocksAhead\"\xa6\x01\n\x0b\x42locksAhead\x12\x12\n\nsession_id\x18\x01 \x01(\x03\x12\x13\n\x0b\x62\x61se_length\x18\x02 \x01(\x05\x12\x17\n\x0f\x61\x63\x63\x65pted_counts\x18\x03 \x03(\x05\x12-\n\x10target_token_ids\x18\x04 \x01(\x0b\x32\x13.specgw.v1.TokenIds\x12&\n\ttoken_ids\x18\x05 \x01(\x0b\x32\x13.specgw.v1.TokenIds\"\x8d\x02\n\nDraftBlock\x12\x12\n\nsession_id\x18\x01 \x01(\x03\x12\x13\n\x0b\x62\x61se_length\x18\x02 \x01(\x05\x12&\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x13.specgw.v1.TokenIds\x12\'\n\x04rule\x18\x04 \x01(\x0e\x32\x19.specgw.v1.AcceptanceRule\x12*\n\x06reason\x18\x05 \x01(\x0e\x32\x1a.specgw.v1.UndraftedReason\x12-\n\ndraft_time\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12*\n\x0b\x64raft_probs\x18\x07 \x01(\x0b\x32\x15.specgw.v1.DraftProbs\"`\n\nDraftProbs\x12\x16\n\x0esupport_counts\x18\x01 \x03(\x05\x12&\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x13.specgw.v1.TokenIds\x12\x12\n\nfloat32_le\x18\x03 \x01(\x0c\"\x18\n\x16GetProposerInfoRequest\"\xf7\x02\n\x17GetProposerInfoResponse\x12\x18\n\x10protocol_version\x18\x01 \x01(\x05\x12\x13\n\x0bproposer_id\x18\x02 \x01(\t\x12\x0e\n\x06method\x18\x03 \x01(\t\x12\x30\n\x0b\x64raft_model\x18\x04 \x01(\x0b\x32\x1b.specgw.v1.ModelDescription\x12\x18\n\x10max_draft_tokens\x18\x05 \x01(\x05\x12\x1f\n\x17\x65xtra_slots_per_session\x18\x06 \x01(\x05\x12\x14\n\x0cmax_sessions\x18\x07 \x01(\x05\x12\x15\n\rsession_count\x18\x08 \x01(\x05\x12\x1a\n\x12kv_capacity_tokens\x18\t \x01(\x03\x12\x16\n\x0ekv_used_tokens\x18\n \x01(\x03\x12\x1e\n\x16max_num_batched_tokens\x18\x0b \x01(\x05\x12\x19\n\x11\x64raft_token_count\x18\x0c \x01(\x03\x12\x14\n\x0cresync_count\x18\r \x01(\x03*\x86\x01\n\x0e\x41\x63\x63\x65ptanceRule\x12\x1f\n\x1b\x41\x43\x43\x45PTANCE_RULE_UNSPECIFIED\x10\x00\x12\x1b\n\x17\x41\x43\x43\x45PTANCE_RULE_ONE_HOT\x10\x01\x12\x1b\n\x17\x41\x43\x43\x45PTANCE_RULE_COUPLED\x10\x02\x12\x19\n\x15\x41\x43\x43\x45PTANCE_RULE_PROBS\x10\x03\x32\xb1\x01\n\x0fProposerService\x12\x44\n\x07Propose\x12\x19.specgw.v1.ProposeRequest\x1a\x1a.specgw.v1.ProposeResponse(\x01\x30\x01\x12X\n\x0fGetProposerInfo\x12!.specgw.v1.GetProposerInfoRequest\x1a\".specgw.v1.GetProposerInfoResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'specgw.v1.proposer_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ACCEPTANCERULE']._serialized_start=2791
-  _globals['_ACCEPTANCERULE']._serialized_end=2925
+  _globals['_ACCEPTANCERULE']._serialized_start=3055
+  _globals['_ACCEPTANCERULE']._serialized_end=3189
   _globals['_PROPOSEREQUEST']._serialized_start=94
   _globals['_PROPOSEREQUEST']._serialized_end=196
   _globals['_PROPOSERESPONSE']._serialized_start=198
   _globals['_PROPOSERESPONSE']._serialized_end=310
   _globals['_HELLO']._serialized_start=313
-  _globals['_HELLO']._serialized_end=617
-  _globals['_HIDDENFORMAT']._serialized_start=619
-  _globals['_HIDDENFORMAT']._serialized_end=678
-  _globals['_HELLOACK']._serialized_start=681
-  _globals['_HELLOACK']._serialized_end=1097
-  _globals['_VOCABMAPPING']._serialized_start=1099
-  _globals['_VOCABMAPPING']._serialized_end=1199
-  _globals['_PROPOSESTEP']._serialized_start=1201
-  _globals['_PROPOSESTEP']._serialized_end=1327
-  _globals['_OPENSESSION']._serialized_start=1330
-  _globals['_OPENSESSION']._serialized_end=1548
-  _globals['_DRAFTSAMPLING']._serialized_start=1550
-  _globals['_DRAFTSAMPLING']._serialized_end=1660
-  _globals['_COMMIT']._serialized_start=1663
-  _globals['_COMMIT']._serialized_end=1819
-  _globals['_HIDDENSTATES']._serialized_start=1821
-  _globals['_HIDDENSTATES']._serialized_end=1903
-  _globals['_CLOSESESSION']._serialized_start=1905
-  _globals['_CLOSESESSION']._serialized_end=1939
-  _globals['_DRAFTBLOCKS']._serialized_start=1941
-  _globals['_DRAFTBLOCKS']._serialized_end=2014
-  _globals['_DRAFTBLOCK']._serialized_start=2017
-  _globals['_DRAFTBLOCK']._serialized_end=2286
-  _globals['_DRAFTPROBS']._serialized_start=2288
-  _globals['_DRAFTPROBS']._serialized_end=2384
-  _globals['_GETPROPOSERINFOREQUEST']._serialized_start=2386
-  _globals['_GETPROPOSERINFOREQUEST']._serialized_end=2410
-  _globals['_GETPROPOSERINFORESPONSE']._serialized_start=2413
-  _globals['_GETPROPOSERINFORESPONSE']._serialized_end=2788
-  _globals['_PROPOSERSERVICE']._serialized_start=2928
-  _globals['_PROPOSERSERVICE']._serialized_end=3105
+  _globals['_HELLO']._serialized_end=645
+  _globals['_HIDDENFORMAT']._serialized_start=647
+  _globals['_HIDDENFORMAT']._serialized_end=706
+  _globals['_HELLOACK']._serialized_start=709
+  _globals['_HELLOACK']._serialized_end=1125
+  _globals['_VOCABMAPPING']._serialized_start=1127
+  _globals['_VOCABMAPPING']._serialized_end=1227
+  _globals['_PROPOSESTEP']._serialized_start=1229
+  _globals['_PROPOSESTEP']._serialized_end=1355
+  _globals['_OPENSESSION']._serialized_start=1358
+  _globals['_OPENSESSION']._serialized_end=1576
+  _globals['_DRAFTSAMPLING']._serialized_start=1578
+  _globals['_DRAFTSAMPLING']._serialized_end=1688
+  _globals['_COMMIT']._serialized_start=1691
+  _globals['_COMMIT']._serialized_end=1875
+  _globals['_HIDDENSTATES']._serialized_start=1877
+  _globals['_HIDDENSTATES']._serialized_end=1959
+  _globals['_CLOSESESSION']._serialized_start=1961
+  _globals['_CLOSESESSION']._serialized_end=1995
+  _globals['_DRAFTBLOCKS']._serialized_start=1997
+  _globals['_DRAFTBLOCKS']._serialized_end=2109
+  _globals['_BLOCKSAHEAD']._serialized_start=2112
+  _globals['_BLOCKSAHEAD']._serialized_end=2278
+  _globals['_DRAFTBLOCK']._serialized_start=2281
+  _globals['_DRAFTBLOCK']._serialized_end=2550
+  _globals['_DRAFTPROBS']._serialized_start=2552
+  _globals['_DRAFTPROBS']._serialized_end=2648
+  _globals['_GETPROPOSERINFOREQUEST']._serialized_start=2650
+  _globals['_GETPROPOSERINFOREQUEST']._serialized_end=2674
+  _globals['_GETPROPOSERINFORESPONSE']._serialized_start=2677
+  _globals['_GETPROPOSERINFORESPONSE']._serialized_end=3052
+  _globals['_PROPOSERSERVICE']._serialized_start=3192
+  _globals['_PROPOSERSERVICE']._serialized_end=3369
 # @@protoc_insertion_point(module_scope)

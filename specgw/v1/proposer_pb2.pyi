@@ -132,6 +132,7 @@ class Hello(_message.Message):
     EXTRA_SLOTS_PER_SESSION_FIELD_NUMBER: _builtins.int
     DRAFT_SAMPLE_METHOD_FIELD_NUMBER: _builtins.int
     HIDDEN_FIELD_NUMBER: _builtins.int
+    TAKES_BLOCKS_AHEAD_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     """Version of this contract that the verifier speaks. Now 1; another is refused."""
     verifier_id: _builtins.str
@@ -157,6 +158,8 @@ class Hello(_message.Message):
     configured. Another than the proposer's is refused, unless all that it drafts is text of another vocabulary. Empty
     means any.
     """
+    takes_blocks_ahead: _builtins.bool
+    """Whether the verifier takes blocks before it asks for them: `DraftBlocks.ahead`."""
     @_builtins.property
     def target_model(self) -> _types_pb2.ModelDescription:
         """The target model. The proposer refuses one whose token ids it cannot draft."""
@@ -177,10 +180,11 @@ class Hello(_message.Message):
         extra_slots_per_session: _builtins.int | None = ...,
         draft_sample_method: _builtins.str = ...,
         hidden: Global___HiddenFormat | None = ...,
+        takes_blocks_ahead: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_extra_slots_per_session", b"_extra_slots_per_session", "extra_slots_per_session", b"extra_slots_per_session", "hidden", b"hidden", "target_model", b"target_model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_extra_slots_per_session", b"_extra_slots_per_session", "draft_model", b"draft_model", "draft_sample_method", b"draft_sample_method", "extra_slots_per_session", b"extra_slots_per_session", "hidden", b"hidden", "max_draft_tokens", b"max_draft_tokens", "method", b"method", "protocol_version", b"protocol_version", "target_model", b"target_model", "verifier_id", b"verifier_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_extra_slots_per_session", b"_extra_slots_per_session", "draft_model", b"draft_model", "draft_sample_method", b"draft_sample_method", "extra_slots_per_session", b"extra_slots_per_session", "hidden", b"hidden", "max_draft_tokens", b"max_draft_tokens", "method", b"method", "protocol_version", b"protocol_version", "takes_blocks_ahead", b"takes_blocks_ahead", "target_model", b"target_model", "verifier_id", b"verifier_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__extra_slots_per_session: _TypeAlias = _typing.Literal["extra_slots_per_session"]  # noqa: Y015
     _WhichOneofArgType__extra_slots_per_session: _TypeAlias = _typing.Literal["_extra_slots_per_session", b"_extra_slots_per_session"]  # noqa: Y015
@@ -478,6 +482,7 @@ class Commit(_message.Message):
     BASE_LENGTH_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     MAX_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    TAKEN_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     HIDDEN_FIELD_NUMBER: _builtins.int
     session_id: _builtins.int
     """The session. One the proposer does not hold is answered with a block of reason RESYNC."""
@@ -485,6 +490,10 @@ class Commit(_message.Message):
     """Context length in tokens before this commit. Another than the proposer's is answered with a block of reason RESYNC."""
     max_draft_tokens: _builtins.int
     """Most draft tokens wanted. Range [0, HelloAck.max_draft_tokens]; 0 asks for no block and gets no answer."""
+    taken_draft_tokens: _builtins.int
+    """Draft tokens that the verifier tests next, of a block that it was sent ahead of this commit. Not negative; 0 if it
+    tests none, and always if `max_draft_tokens` is not 0.
+    """
     @_builtins.property
     def token_ids(self) -> _types_pb2.TokenIds:
         """Output tokens to append. May be empty, which only asks for a block."""
@@ -503,11 +512,12 @@ class Commit(_message.Message):
         base_length: _builtins.int = ...,
         token_ids: _types_pb2.TokenIds | None = ...,
         max_draft_tokens: _builtins.int = ...,
+        taken_draft_tokens: _builtins.int = ...,
         hidden: Global___HiddenStates | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["hidden", b"hidden", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_length", b"base_length", "hidden", b"hidden", "max_draft_tokens", b"max_draft_tokens", "session_id", b"session_id", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_length", b"base_length", "hidden", b"hidden", "max_draft_tokens", b"max_draft_tokens", "session_id", b"session_id", "taken_draft_tokens", b"taken_draft_tokens", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -577,25 +587,84 @@ class DraftBlocks(_message.Message):
 
     BLOCKS_FIELD_NUMBER: _builtins.int
     QUEUE_DEPTH_FIELD_NUMBER: _builtins.int
+    AHEAD_FIELD_NUMBER: _builtins.int
     queue_depth: _builtins.int
     """Sessions that still wait for a block of this proposer, over all verifiers."""
     @_builtins.property
     def blocks(self) -> _containers.RepeatedCompositeFieldContainer[Global___DraftBlock]:
         """One block for each session drafted. Several messages may answer one `ProposeStep`."""
 
+    @_builtins.property
+    def ahead(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlocksAhead]:
+        """Blocks that nobody has asked for yet. Only to verifiers with `Hello.takes_blocks_ahead`."""
+
     def __init__(
         self,
         *,
         blocks: _abc.Iterable[Global___DraftBlock] | None = ...,
         queue_depth: _builtins.int = ...,
+        ahead: _abc.Iterable[Global___BlocksAhead] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "queue_depth", b"queue_depth"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ahead", b"ahead", "blocks", b"blocks", "queue_depth", b"queue_depth"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DraftBlocks: _TypeAlias = DraftBlocks  # noqa: Y015
+
+@_typing.final
+class BlocksAhead(_message.Message):
+    """Blocks that may follow a block that the verifier is testing, one for each of some outcomes of that test. An outcome is
+    a number of accepted draft tokens and the target's own token after them. They are of use for the next commit only, and
+    only if it appends exactly that. Several messages may come for one session, with at most 64 outcomes in all; none
+    repeats an outcome of another.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    BASE_LENGTH_FIELD_NUMBER: _builtins.int
+    ACCEPTED_COUNTS_FIELD_NUMBER: _builtins.int
+    TARGET_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    session_id: _builtins.int
+    """The session."""
+    base_length: _builtins.int
+    """Context length in tokens before the outcome: that which the block under test continues. The verifier drops blocks
+    ahead of another length.
+    """
+    @_builtins.property
+    def accepted_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Accepted draft tokens of each outcome, not negative. Shape [outcomes], at least one."""
+
+    @_builtins.property
+    def target_token_ids(self) -> _types_pb2.TokenIds:
+        """The target's own token of each outcome. Shape [outcomes]."""
+
+    @_builtins.property
+    def token_ids(self) -> _types_pb2.TokenIds:
+        """The blocks, one after the other. Shape [outcomes * tokens of a block], at least one token each. Another count than a
+        multiple of the outcomes is refused with INVALID_ARGUMENT. They are tested as ONE_HOT, which is the test of COUPLED
+        tokens too.
+        """
+
+    def __init__(
+        self,
+        *,
+        session_id: _builtins.int = ...,
+        base_length: _builtins.int = ...,
+        accepted_counts: _abc.Iterable[_builtins.int] | None = ...,
+        target_token_ids: _types_pb2.TokenIds | None = ...,
+        token_ids: _types_pb2.TokenIds | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["target_token_ids", b"target_token_ids", "token_ids", b"token_ids"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_counts", b"accepted_counts", "base_length", b"base_length", "session_id", b"session_id", "target_token_ids", b"target_token_ids", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BlocksAhead: _TypeAlias = BlocksAhead  # noqa: Y015
 
 @_typing.final
 class DraftBlock(_message.Message):

@@ -13,7 +13,7 @@ from proposer_svc.run_ahead import RunAhead
 from specgw.engine.loading import ModelOptions, load_model
 from specgw.engine.model_runner import ModelRunner
 from specgw.link import InProcessLink
-from specgw.types import DraftBlock, ProposeStep, SamplingParams
+from specgw.types import AnyBlock, DraftBlock, ProposeStep, SamplingParams
 from tests.verifier_harness import GREEDY, InlineVerifier, plain_answers
 from verifier_svc.acceptance import Acceptance
 
@@ -34,15 +34,17 @@ def stranger(unrelated_model_dir: Path, single_thread: None) -> ModelRunner:
 
 
 class AheadLink(InProcessLink):
-    """Runs ahead after each step for as long as there is something to do; keeps all blocks."""
+    """Runs ahead after each step for as long as there is something to do; keeps all answers."""
 
     def __init__(self, proposer: ProposerCore) -> None:
         super().__init__(proposer)
         self.blocks: list[tuple[int, int, list[int], list[list[int]]]] = []
+        self.num_taken = 0
         self._core = proposer
 
-    def _propose(self, verifier_id: str, step: ProposeStep) -> Sequence[DraftBlock]:
+    def _propose(self, verifier_id: str, step: ProposeStep) -> Sequence[AnyBlock]:
         blocks = super()._propose(verifier_id, step)
+        self.num_taken += sum(commit.num_taken > 0 for commit in step.commit)
         while self._core.can_run_ahead():
             self._core.run_ahead()
         self.blocks += sorted(
@@ -53,8 +55,9 @@ class AheadLink(InProcessLink):
                 [law.token_ids.tolist() for law in block.draft_probs],
             )
             for block in blocks
+            if isinstance(block, DraftBlock)
         )
-        return blocks
+        return [*blocks, *(ahead for _, ahead in self._core.blocks_ahead())]
 
 
 def link(runner: ModelRunner, method: str, max_branches: int) -> tuple[AheadLink, RunAhead]:
@@ -81,7 +84,9 @@ def test_answers_and_blocks_are_those_without_it(
         found = []
         for max_branches in (0, 1, 22):
             link_, ahead = link(draft, method, max_branches)
-            verifier = InlineVerifier(random_runner, [link_], acceptance=acceptance)
+            verifier = InlineVerifier(
+                random_runner, [link_], acceptance=acceptance, takes_blocks_ahead=False
+            )
             answers = [answer.token_ids for answer in verifier.generate(PROMPTS, params)]
             found.append((answers, link_.blocks))
             if max_branches and draft is twin and (params is GREEDY or method == "coupled"):
@@ -89,6 +94,38 @@ def test_answers_and_blocks_are_those_without_it(
 
         assert found[1] == found[0]
         assert found[2] == found[0]
+
+
+@pytest.mark.parametrize("method", ["greedy", "coupled", "probabilistic"])
+@pytest.mark.parametrize("params", [GREEDY, PARAMS], ids=["greedy", "sampled"])
+def test_blocks_that_come_ahead_change_no_round(
+    method: str,
+    params: SamplingParams,
+    random_runner: ModelRunner,
+    twin: ModelRunner,
+    stranger: ModelRunner,
+) -> None:
+    """Each round tests as many tokens and accepts as many as where all blocks are asked for."""
+    acceptance = Acceptance(uses_draft_probs=True) if method == "probabilistic" else None
+    for draft in (twin, stranger):
+        found, taken = [], []
+        for takes_blocks_ahead in (False, True):
+            link_, _ = link(draft, method, 22)
+            verifier = InlineVerifier(
+                *(random_runner, [link_]),
+                acceptance=acceptance,
+                takes_blocks_ahead=takes_blocks_ahead,
+            )
+            answers = verifier.generate(PROMPTS, params)
+            found.append([(answer.blocks, answer.speculation) for answer in answers])
+            taken.append(link_.num_taken)
+
+        assert found[1] == found[0]
+        assert taken[0] == 0
+        has_laws = method == "probabilistic" and params is PARAMS
+        if draft is twin and (params is GREEDY or method == "coupled"):
+            assert taken[1] > 0
+        assert not (has_laws and taken[1])
 
 
 @pytest.mark.parametrize("max_branches", [1, 22])

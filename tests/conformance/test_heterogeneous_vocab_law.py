@@ -8,7 +8,7 @@ by the Wilson-Hilferty approximation, shares by the normal one (twice that, as i
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -233,7 +233,7 @@ def test_laws_by_the_drafts_own_ids_are_noticed(monkeypatch: pytest.MonkeyPatch)
         sampler: DraftSampler, logits: Tensor, rows: Sequence[RowSampling]
     ) -> list[DraftToken | None]:
         return [
-            token and replace(token, probs=own(token)) for token in choose(sampler, logits, rows)
+            token and token._replace(probs=own(token)) for token in choose(sampler, logits, rows)
         ]
 
     def own(token: DraftToken) -> TokenProbs:

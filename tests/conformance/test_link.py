@@ -13,6 +13,8 @@ from specgw.errors import IncompatibleModels
 from specgw.link import InProcessLink, ProposerLink
 from specgw.server import ServiceServer
 from specgw.types import (
+    AnyBlock,
+    BlocksAhead,
     Commit,
     DraftBlock,
     Hello,
@@ -35,7 +37,7 @@ class Listener:
     """Collects what a link reports, in order."""
 
     def __init__(self) -> None:
-        self._reports: asyncio.Queue[HelloAck | str | Sequence[DraftBlock]] = asyncio.Queue()
+        self._reports: asyncio.Queue[HelloAck | str | Sequence[AnyBlock]] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
 
     def link_up(self, link: ProposerLink, ack: HelloAck) -> None:
@@ -44,13 +46,13 @@ class Listener:
     def link_down(self, link: ProposerLink, detail: str) -> None:
         self._put(detail)
 
-    def blocks_arrived(self, link: ProposerLink, blocks: Sequence[DraftBlock]) -> None:
+    def blocks_arrived(self, link: ProposerLink, blocks: Sequence[AnyBlock]) -> None:
         self._put(blocks)
 
-    def _put(self, report: HelloAck | str | Sequence[DraftBlock]) -> None:
+    def _put(self, report: HelloAck | str | Sequence[AnyBlock]) -> None:
         self._loop.call_soon_threadsafe(self._reports.put_nowait, report)
 
-    async def next(self) -> HelloAck | str | Sequence[DraftBlock]:
+    async def next(self) -> HelloAck | str | Sequence[AnyBlock]:
         return await asyncio.wait_for(self._reports.get(), 10)
 
     async def up(self) -> HelloAck:
@@ -66,7 +68,8 @@ class Listener:
     async def blocks(self) -> list[DraftBlock]:
         report = await self.next()
         assert not isinstance(report, HelloAck | str)
-        return list(report)
+        assert not any(isinstance(block, BlocksAhead) for block in report)
+        return [block for block in report if isinstance(block, DraftBlock)]
 
     @property
     def is_silent(self) -> bool:

@@ -16,6 +16,7 @@ from specgw.link import InProcessLink
 from specgw.structured_outputs import StructuredOutputsParams
 from specgw.types import (
     AcceptanceRule,
+    AnyBlock,
     DraftBlock,
     Hello,
     ProposeStep,
@@ -53,9 +54,10 @@ class NotingLink(InProcessLink):
         self.core = core
         self.blocks: list[tuple[Sequence[int], DraftBlock]] = []
 
-    def _propose(self, verifier_id: str, step: ProposeStep) -> Sequence[DraftBlock]:
+    def _propose(self, verifier_id: str, step: ProposeStep) -> Sequence[AnyBlock]:
         blocks = super()._propose(verifier_id, step)
         for block in blocks:
+            assert isinstance(block, DraftBlock)
             if session := self.core._table.get(verifier_id, block.session_id):
                 self.blocks.append((tuple(session.token_ids), block))
         while self.core.can_run_ahead():

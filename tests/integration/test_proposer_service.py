@@ -22,6 +22,8 @@ from specgw.engine.model_runner import SequenceChunk
 from specgw.errors import Cancelled, IncompatibleModels, InvalidRequest, NotReady, SpecgwError
 from specgw.server import ServiceServer
 from specgw.types import (
+    AnyBlock,
+    BlocksAhead,
     Commit,
     DraftBlock,
     Hello,
@@ -90,7 +92,7 @@ class Client:
     async def send(self, message: Hello | ProposeStep) -> None:
         await self.call.write(wire.propose_request_to_pb(message))
 
-    async def receive(self) -> HelloAck | tuple[list[DraftBlock], int]:
+    async def receive(self) -> HelloAck | tuple[list[AnyBlock], int]:
         """Returns the next message, or raises the error that ended the stream."""
         try:
             async with asyncio.timeout(_DEADLINE_S):
@@ -110,7 +112,15 @@ class Client:
     async def blocks(self) -> list[DraftBlock]:
         message = await self.receive()
         assert not isinstance(message, HelloAck)
-        return message[0]
+        return [block for block in message[0] if isinstance(block, DraftBlock)]
+
+    async def blocks_ahead(self) -> list[BlocksAhead]:
+        """Returns those of the next message, which has no others."""
+        message = await self.receive()
+        assert not isinstance(message, HelloAck)
+        found = [block for block in message[0] if isinstance(block, BlocksAhead)]
+        assert len(found) == len(message[0])
+        return found
 
     async def ask(self, *commits: Commit, open: Sequence[OpenSession] = ()) -> list[DraftBlock]:
         await self.send(ProposeStep(open=open, commit=commits))
@@ -118,10 +128,15 @@ class Client:
 
 
 def hello(
-    verifier_id: str, fingerprint: str = "toy", max_draft_tokens: int = 8, version: int = 1
+    verifier_id: str,
+    fingerprint: str = "toy",
+    max_draft_tokens: int = 8,
+    version: int = 1,
+    takes_blocks_ahead: bool = False,
 ) -> Hello:
     target = ModelDescription("target", "T", 50, fingerprint, 4096, "float32", "cpu")
-    return Hello(verifier_id, target, max_draft_tokens, version)
+    parts = verifier_id, target, max_draft_tokens, version
+    return Hello(*parts, takes_blocks_ahead=takes_blocks_ahead)
 
 
 @contextlib.asynccontextmanager
@@ -447,6 +462,28 @@ async def test_the_engine_drafts_ahead_while_nothing_is_asked_for() -> None:
 
     assert list(block.token_ids) == toy_continuation([1, 2, *committed], 4)
     assert ahead.counts.hit_count == 1
+
+
+async def test_blocks_go_out_before_they_are_asked_for() -> None:
+    """The one for the outcome that comes is taken with the commit, and gone on from at once."""
+    runner, metrics = ToyRunner(), ProposerMetrics(0)
+    async with serve(runner, metrics, run_ahead=RunAhead(is_enabled=True)) as (running, _, _):
+        client = Client(running, "v")
+        await client.connect(takes_blocks_ahead=True)
+        [block] = await client.ask(Commit(1, 2, [], 4), open=[OpenSession(1, [1, 2])])
+        context = [1, 2]
+        for _ in range(3):
+            [ahead] = await client.blocks_ahead()
+            committed = [*block.token_ids, toy_continuation([*context, *block.token_ids], 1)[0]]
+            token_ids = ahead.find(4, committed[-1])
+            taken = Commit(1, len(context), committed, 0, num_taken=len(token_ids))
+            context += committed
+            assert list(token_ids) == toy_continuation(context, 4)
+            block = block._replace(token_ids=token_ids)
+            await client.send(ProposeStep(commit=[taken]))
+        await client.blocks_ahead()  # so that the last one has been counted
+
+    assert metrics.draft_token_count == 4 + 3 * 4
 
 
 async def test_a_session_that_cannot_be_opened_harms_no_other(

@@ -14,6 +14,8 @@ from specgw.hidden import DTYPE_BYTES, MAX_COMMIT_BYTES, HiddenFormat, HiddenSta
 from specgw.structured_outputs import StructuredOutputsParams
 from specgw.types import (
     AcceptanceRule,
+    AnyBlock,
+    BlocksAhead,
     Commit,
     DraftBlock,
     DraftSampling,
@@ -68,6 +70,7 @@ hellos = st.builds(
     st.none() | st.integers(0, 2**31 - 1),
     st.none() | hidden_formats,
     draft_sample_method=texts,
+    takes_blocks_ahead=st.booleans(),
 )
 sizes = st.integers(0, 2**63 - 1)
 offers = st.builds(
@@ -119,7 +122,13 @@ steps = st.builds(
         max_size=3,
     ),
     commit=st.lists(
-        st.builds(Commit, session_ids, counts, token_ids, counts, st.none() | hidden_states),
+        st.one_of(
+            st.builds(
+                *(Commit, session_ids, counts, token_ids, counts, st.none() | hidden_states),
+                num_taken=st.just(0),
+            ),
+            st.builds(Commit, session_ids, counts, token_ids, st.just(0), st.none(), counts),
+        ),
         max_size=3,
     ),
     close=st.lists(session_ids, max_size=3),
@@ -138,6 +147,19 @@ blocks = st.one_of(
         draft_probs=st.just(()),
     ),
 )
+
+
+@st.composite
+def blocks_ahead(draw: st.DrawFn) -> BlocksAhead:
+    """Draws blocks of one size, one for each outcome."""
+    count, size = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    accepted = draw(st.lists(counts, min_size=count, max_size=count))
+    ids = draw(st.lists(int32s, min_size=count * (1 + size), max_size=count * (1 + size)))
+    base_length = draw(counts)
+    parts = tuple(accepted), ids[:count], ids[count:]
+    return BlocksAhead(draw(session_ids), base_length, *parts)
+
+
 stats = st.builds(
     SpeculationStats,
     counts,
@@ -248,6 +270,46 @@ def test_blocks_survive(drafted: list[DraftBlock], queue_depth: int) -> None:
     assert wire.propose_response_from_pb(pb) == (drafted, queue_depth)
 
 
+@given(st.lists(blocks, max_size=2), st.lists(blocks_ahead(), max_size=2), counts)
+def test_blocks_ahead_survive_behind_those_asked_for(
+    answers: list[DraftBlock], ahead: list[BlocksAhead], queue_depth: int
+) -> None:
+    sent: list[AnyBlock] = [*ahead, *answers]
+    pb = proposer_pb2.ProposeResponse(blocks=wire.draft_blocks_to_pb(sent, queue_depth))
+
+    assert wire.propose_response_from_pb(pb) == ([*answers, *ahead], queue_depth)
+
+
+def test_a_block_ahead_is_found_by_its_outcome() -> None:
+    ahead = BlocksAhead(1, 7, (0, 0, 2), (5, 6, 5), (10, 11, 20, 21, 30, 31))
+
+    found = [ahead.find(*outcome) for outcome in [(0, 5), (0, 6), (2, 5), (2, 6), (1, 5), (-1, 5)]]
+
+    assert found == [(10, 11), (20, 21), (30, 31), (), (), ()]
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"accepted_counts": []}, "accepted_counts"),
+        ({"accepted_counts": [0] * 65}, "accepted_counts"),
+        ({"target_token_ids": types_pb2.TokenIds()}, "target_token_ids"),
+        ({"target_token_ids": types_pb2.TokenIds(count=2)}, "target_token_ids.count"),
+        ({"token_ids": types_pb2.TokenIds()}, "token_ids"),
+        ({"token_ids": wire.token_ids_to_pb([1, 2, 3])}, "token_ids"),
+        ({"accepted_counts": [0, -1]}, "accepted_counts"),
+    ],
+)
+def test_malformed_blocks_ahead_are_refused(change: dict[str, Any], field: str) -> None:
+    pb = wire.draft_blocks_to_pb([BlocksAhead(1, 7, (0, 1), (5, 6), (10, 11, 20, 21))], 0)
+    for name in change:
+        pb.ahead[0].ClearField(name)  # type: ignore[arg-type]
+    pb.ahead[0].MergeFrom(proposer_pb2.BlocksAhead(**change))
+
+    with pytest.raises(InvalidRequest, match=rf"^ahead\[0\].{field}:"):
+        wire.draft_blocks_from_pb(pb)
+
+
 def _probs_block(supports: list[list[int]], probs: list[list[float]]) -> DraftBlock:
     laws = [
         TokenProbs(np.array(ids, np.int32), np.array(weights, np.float32))
@@ -262,6 +324,7 @@ def test_the_laws_of_draft_tokens_survive_to_the_bit() -> None:
 
     [found], _ = wire.draft_blocks_from_pb(wire.draft_blocks_to_pb([block], 0))
 
+    assert isinstance(found, DraftBlock)
     assert found.rule is AcceptanceRule.PROBS
     for law, expected in zip(found.draft_probs, block.draft_probs, strict=True):
         np.testing.assert_array_equal(law.token_ids, expected.token_ids)
@@ -352,24 +415,31 @@ def test_what_only_a_newer_peer_knows_is_not_lost() -> None:
     response.ParseFromString(bytes([0x10, unknown]))  # finish_reason
     block = proposer_pb2.DraftBlock()
     block.ParseFromString(bytes([0x28, unknown, 0x20, unknown]))  # reason, rule
-    drafted, _ = wire.draft_blocks_from_pb(proposer_pb2.DraftBlocks(blocks=[block]))
+    [drafted], _ = wire.draft_blocks_from_pb(proposer_pb2.DraftBlocks(blocks=[block]))
 
+    assert isinstance(drafted, DraftBlock)
     assert wire.generate_output_from_pb(response).finish_reason is FinishReason.STOP
-    assert drafted[0].reason is UndraftedReason.ERROR
-    assert drafted[0].rule is AcceptanceRule.ONE_HOT
+    assert drafted.reason is UndraftedReason.ERROR
+    assert drafted.rule is AcceptanceRule.ONE_HOT
 
 
 def test_a_block_with_neither_tokens_nor_reason_is_empty() -> None:
-    drafted, _ = wire.draft_blocks_from_pb(
+    [drafted], _ = wire.draft_blocks_from_pb(
         proposer_pb2.DraftBlocks(blocks=[proposer_pb2.DraftBlock(session_id=1)])
     )
 
-    assert drafted[0].reason is UndraftedReason.EMPTY
+    assert isinstance(drafted, DraftBlock)
+    assert drafted.reason is UndraftedReason.EMPTY
 
 
 def with_hidden(**hidden: Any) -> proposer_pb2.ProposeRequest:
     commit = proposer_pb2.Commit(session_id=1, hidden=proposer_pb2.HiddenStates(**hidden))
     return proposer_pb2.ProposeRequest(step=proposer_pb2.ProposeStep(commit=[commit]))
+
+
+def taken(**commit: Any) -> proposer_pb2.ProposeRequest:
+    step = proposer_pb2.ProposeStep(commit=[proposer_pb2.Commit(session_id=1, **commit)])
+    return proposer_pb2.ProposeRequest(step=step)
 
 
 def hello_with_hidden(**hidden: Any) -> proposer_pb2.ProposeRequest:
@@ -389,6 +459,8 @@ def hello_with_hidden(**hidden: Any) -> proposer_pb2.ProposeRequest:
             ),
             "step.open[0].token_ids.count",
         ),
+        (taken(taken_draft_tokens=-1), "step.commit[0].taken_draft_tokens"),
+        (taken(taken_draft_tokens=1, max_draft_tokens=1), "step.commit[0].taken_draft_tokens"),
         (
             proposer_pb2.ProposeRequest(
                 step=proposer_pb2.ProposeStep(

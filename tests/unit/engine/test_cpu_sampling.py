@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from specgw.engine import cpu_sampling
-from specgw.engine.laws import block_maxima, first_maximum
+from specgw.engine.laws import block_maxima, first_maximum, next_maxima
 from specgw.engine.rng import NOISE_BLOCK
 from specgw.engine.sampling import RowSampling, build_laws, sample
 from specgw.engine.token_mask import keep_allowed_
@@ -115,6 +115,26 @@ def test_maxima(size: int, dtype: torch.dtype) -> None:
 
     assert torch.equal(maxima.nan_to_num(), by_torch(lambda: block_maxima(logits)).nan_to_num())
     assert first_maximum(logits, maxima).tolist() == logits.argmax(dim=1).tolist()
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("size", SIZES[1:])
+def test_next_maxima(size: int, dtype: torch.dtype) -> None:
+    """Those after any first token, equals by their ids, in rows that are broken too."""
+    logits = random_logits(3 + len(BROKEN), size, seed=size).to(dtype)
+    for row, spoil in zip(logits[3:], BROKEN.values(), strict=True):
+        spoil(row)
+    maxima = block_maxima(logits)
+    first = first_maximum(logits, maxima)
+    first[1] = size // 2  # as noise may have chosen
+    count = min(8, size - 1)
+
+    ids, values = next_maxima(logits, maxima, first, count)
+
+    expected_ids, expected = by_torch(lambda: next_maxima(logits, maxima.clone(), first, count))
+    assert ids.shape == values.shape == (len(logits), count)
+    assert torch.equal(ids, expected_ids)
+    assert torch.equal(values.nan_to_num(7.0), expected.float().nan_to_num(7.0))
 
 
 @given(

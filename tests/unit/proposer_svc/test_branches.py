@@ -57,6 +57,7 @@ class Bench:
         num_sessions: int = 1,
         kv_cache_tokens: int = 4096,
         max_model_len: int = 512,
+        takes_blocks_ahead: bool = False,
     ) -> None:
         self.runner = RankedRunner(kv_cache_tokens=kv_cache_tokens, max_model_len=max_model_len)
         self.ahead = RunAhead(is_enabled, max_branches, clock=lambda: 0.0)
@@ -66,9 +67,8 @@ class Bench:
             self.runner, 2048, chooser=DraftChooser(sampler), run_ahead=self.ahead
         )
         self.core = ProposerCore(drafter, max_draft_tokens=8, max_sessions=8)
-        self.core.connect(
-            Hello("v", ModelDescription("t", "T", 50, "toy", 512, "float32", "cpu"), 8)
-        )
+        target = ModelDescription("t", "T", 50, "toy", 512, "float32", "cpu")
+        self.core.connect(Hello("v", target, 8, takes_blocks_ahead=takes_blocks_ahead))
         self.contexts = {number: [*PROMPT, number] for number in range(1, num_sessions + 1)}
         opened = [
             OpenSession(number, tuple(context), sampling=sampling)

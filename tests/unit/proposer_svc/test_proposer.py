@@ -18,6 +18,7 @@ from specgw.errors import ConfigError, IncompatibleModels
 from specgw.hidden import LAST, HiddenFormat, HiddenStates
 from specgw.link import InProcessLink, Proposer, ProposerLink
 from specgw.types import (
+    AnyBlock,
     Commit,
     DraftBlock,
     Hello,
@@ -641,7 +642,7 @@ class Recorder:
     """Implements `LinkListener`."""
 
     def __init__(self) -> None:
-        self.blocks: list[DraftBlock] = []
+        self.blocks: list[AnyBlock] = []
         self.ack: HelloAck | None = None
         self.detail = ""
 
@@ -651,7 +652,7 @@ class Recorder:
     def link_down(self, link: ProposerLink, detail: str) -> None:
         self.detail = detail
 
-    def blocks_arrived(self, link: ProposerLink, blocks: Sequence[DraftBlock]) -> None:
+    def blocks_arrived(self, link: ProposerLink, blocks: Sequence[AnyBlock]) -> None:
         self.blocks += blocks
 
 

@@ -14,6 +14,7 @@ from verifier_svc.draft_length import (
     AcceptanceRate,
     AnswerCost,
     DraftLength,
+    FirstBlock,
     Opening,
     ProposerHistory,
     SessionHistory,
@@ -124,8 +125,7 @@ def test_the_choice_is_near_the_best_constant_one_and_never_much_below_plain_dec
 def test_a_draft_that_becomes_good_is_found() -> None:
     world = World(0.0, 0.01, 1)
     world.run(500)
-    asked = world.length.choose(MAX_DRAFT_TOKENS, world.session, world.proposer)
-    assert asked == 0
+    assert world.length.best(MAX_DRAFT_TOKENS, world.session, world.proposer) == 0
     world.rate = 0.9
 
     world.run(2000)
@@ -159,7 +159,7 @@ def test_a_session_with_few_tokens_to_come_is_not_opened_for_them() -> None:
     num_rows = opening_rows(world, 20 * saved_s(world))
 
     def best(num_tokens: int) -> int:
-        opening = Opening(num_rows, num_tokens)
+        opening = Opening(num_rows, num_rows, num_tokens)
         return world.length.best(MAX_DRAFT_TOKENS, world.session, world.proposer, opening)
 
     assert best(10) == 0
@@ -174,7 +174,52 @@ def test_a_session_is_opened_for_a_clear_gain_only() -> None:
     assert 1.05 < world.best() / world.plain() < 1.12
 
     assert world.length.best(MAX_DRAFT_TOKENS, session, world.proposer) > 0
-    assert world.length.best(MAX_DRAFT_TOKENS, session, world.proposer, Opening(1, 10_000)) == 0
+    assert world.length.best(MAX_DRAFT_TOKENS, session, world.proposer, Opening(1, 1, 1e4)) == 0
+
+
+def test_a_session_that_is_drafted_for_alone_is_not_worth_that_all_wait() -> None:
+    world = World(0.9, 0.005, 8)
+    world.run(100)
+
+    def best(share: float) -> int:
+        session = SessionHistory()
+        return world.length.best(MAX_DRAFT_TOKENS, session, world.proposer, share=share)
+
+    assert best(1.0) > 0
+    assert best(1 / 8) == 0
+
+
+def test_an_opening_takes_what_first_blocks_took_beyond_drafting() -> None:
+    world = World(0.9, 0.02, 1)
+    world.run(100)
+    drafting_s = world.answer_s(4)
+    guessed_s = world.length.opening_s(100, world.proposer)
+
+    for num_rows, prefill_s in ((100, 0.2), (300, 0.6)):
+        first = FirstBlock(num_rows, 4, prefill_s + drafting_s)
+        world.proposer.openings.append(first)
+
+    assert guessed_s != pytest.approx(0.2, rel=0.1)
+    assert world.length.opening_s(100, world.proposer) == pytest.approx(0.2, rel=0.1)
+    for _ in range(20):  # cached prompts take no time
+        world.proposer.openings.append(FirstBlock(100, 4, 0.0))
+    assert world.length.opening_s(100, world.proposer) == 0.0
+
+
+def test_sessions_that_are_accepted_less_than_those_before_draft_fewer_tokens() -> None:
+    """What sessions long gone had is forgotten within some hundred tokens."""
+    world = World(0.99, 0.005, 4)
+    world.run(500)
+    others = World(0.7, 0.005, 4)
+    others.length, others.proposer = world.length, world.proposer
+    before = world.length.best(MAX_DRAFT_TOKENS, SessionHistory(), world.proposer)
+
+    others.run(20)
+
+    found = world.length.best(MAX_DRAFT_TOKENS, SessionHistory(), world.proposer)
+    times = [others.round_s(k) for k in range(MAX_DRAFT_TOKENS + 1)]
+    assert expected_tokens(found, 0.7) / times[found] >= 0.9 * others.best()
+    assert found < before
 
 
 def test_each_of_many_sessions_waits_for_the_openings_of_all() -> None:
@@ -183,7 +228,8 @@ def test_each_of_many_sessions_waits_for_the_openings_of_all() -> None:
     enough_s = 64 * saved_s(world) / 4
 
     def best(opening_s: float) -> int:
-        opening = Opening(opening_rows(world, opening_s), 64)
+        num_rows = opening_rows(world, opening_s)
+        opening = Opening(num_rows, 4 * num_rows, 64)
         return world.length.best(MAX_DRAFT_TOKENS, world.session, world.proposer, opening)
 
     assert best(enough_s * 0.5) > 0
@@ -198,14 +244,14 @@ def test_trying_drafts_costs_all_sessions_a_hundredth_at_most(
     """Every try opens another session, as where answers are short."""
     world = World(0.0, 0.02, num_sessions)
     world.run(100)
-    plain_s = world.round_s(0)
+    plain_s, num_rows = world.round_s(0), opening_rows(world, opening_s)
     seconds, lost_s, num_probes = 0.0, 0.0, 0
     for _ in range(20_000):
         asked = world.length.choose(
             MAX_DRAFT_TOKENS,
             world.session,
             world.proposer,
-            Opening(opening_rows(world, opening_s), 64),
+            Opening(num_rows, num_rows * num_sessions, 64),
         )
         seconds += plain_s / num_sessions  # a session's share of a round
         if asked:
@@ -270,8 +316,8 @@ def test_a_session_is_not_opened_for_less_than_plain_decoding_takes() -> None:
     length, session, proposer = DraftLength(), SessionHistory(), ProposerHistory.of(offer(1))
     length.step_cost = StepCost(PROFILE)
 
-    assert length.best(5, session, proposer, Opening(100, 4)) == 0
-    assert length.best(5, session, proposer, Opening(10, 4)) == 5
+    assert length.best(5, session, proposer, Opening(100, 100, 4)) == 0
+    assert length.best(5, session, proposer, Opening(10, 10, 4)) == 5
 
 
 def test_a_proposer_is_not_judged_by_its_first_answer() -> None:
@@ -338,9 +384,43 @@ def test_a_step_costs_what_the_profile_says_scaled_by_what_is_seen() -> None:
     assert cost.seconds(12) == pytest.approx(0.027)
     for _ in range(100):
         cost.observe(4, 0.018)
-    assert cost.seconds(8) == pytest.approx(0.036, rel=1e-3)
+    assert cost.seconds(4) == pytest.approx(0.018, rel=1e-3)
+    assert 0.027 < cost.seconds(8) < 0.036
+    before = cost.seconds(8)
     cost.observe(4, 10.0)  # somebody else's doing
-    assert cost.seconds(8) == pytest.approx(0.036, rel=1e-3)
+    assert cost.seconds(8) == before
+
+
+@pytest.mark.parametrize("wrong", [0.5, 0.8, 1.3, 3.0])
+def test_a_profile_that_is_wrong_in_one_place_is_mended(wrong: float) -> None:
+    """By steps there, beside many others: else drafts would be tried over and over, or never."""
+    true = {1: 0.010, 4: 0.010, 8: 0.012, 16: 0.020, 32: 0.040}
+    cost = StepCost([(rows, s * (wrong if rows == 16 else 1.0)) for rows, s in true.items()])
+    for _ in range(60):
+        for rows in (8, 8, 8, 16):
+            cost.observe(rows, true[rows])
+
+    assert cost.seconds(8) == pytest.approx(true[8], rel=0.05)
+    assert cost.seconds(16) == pytest.approx(true[16], rel=0.05)
+    assert [cost.seconds(rows) for rows in range(1, 64)] == sorted(map(cost.seconds, range(1, 64)))
+
+
+@pytest.mark.parametrize("num_rows", [33, 64, 640, 5000])
+@pytest.mark.parametrize("flatness", [1.0, 0.1])
+def test_steps_far_beyond_the_profile_settle(num_rows: int, flatness: float) -> None:
+    """On a GPU steps of many rows take little longer than those of few."""
+    rows = [1, 2, 4, 8, 16, 32]
+    cost = StepCost([(n, 0.010 + 0.0001 * n) for n in rows])
+    true_s = 0.010 + 0.0001 * flatness * num_rows
+    for _ in range(200):
+        cost.observe(num_rows, true_s)
+    settled = []
+    for _ in range(20):
+        cost.observe(num_rows, true_s)
+        settled.append(cost.seconds(num_rows))
+
+    assert settled == [pytest.approx(true_s, rel=0.02)] * 20
+    assert cost.prefill_row_s >= 0
 
 
 def test_the_profile_leaves_nothing_behind() -> None:

@@ -11,7 +11,10 @@ from specgw.channel import MAX_MESSAGE_BYTES
 from specgw.hidden import LAST, MAX_COMMIT_BYTES, HiddenFormat
 from specgw.link import LinkListener
 from specgw.types import (
+    MAX_BLOCKS_AHEAD,
     AcceptanceRule,
+    BlocksAhead,
+    Commit,
     DraftBlock,
     GenerateRequest,
     Hello,
@@ -23,7 +26,7 @@ from specgw.types import (
 )
 from tests.scripted_proposers import SCRIPTED_MODEL
 from verifier_svc.draft_laws import are_laws
-from verifier_svc.draft_length import DraftLength, StepCost
+from verifier_svc.draft_length import DraftLength, FirstBlock, StepCost
 from verifier_svc.drafting import Drafting
 from verifier_svc.session import Session, open_session
 
@@ -187,8 +190,93 @@ def test_a_session_is_not_opened_on_the_targets_cores_for_a_few_last_tokens() ->
         return session.draft.is_open
 
     assert drafts(new_session(1), [2.0, *[0.08] * 3])  # nothing is known
-    assert not drafts(new_session(2, max_tokens=3), [0.0])
+    assert not drafts(new_session(2, max_tokens=3), [0.1])
     assert drafts(new_session(3, max_tokens=90), [2.0])
+
+
+@pytest.mark.parametrize("max_tokens", [8, 200])
+def test_sessions_that_run_together_are_opened_together_or_not_at_all(max_tokens: int) -> None:
+    """By what all are to be opened for, though alone one would be and another would not."""
+    length = DraftLength()
+    length.step_cost = StepCost(((1, 0.1), (8, 0.1), (16, 0.8)))
+    drafting = Drafting(
+        [RecordingLink("unix:/p.sock")], 50, TIMEOUT_S, length=length, target_device="cpu"
+    )
+    on_cpu = replace(SCRIPTED_MODEL, device="cpu")
+    drafting.link_up("unix:/p.sock", replace(ack(), draft_model=on_cpu))
+    history = drafting._peers["unix:/p.sock"].history
+    for _ in range(3):
+        history.observe(4, 0.02, num_running=2)
+    history.openings.append(FirstBlock(3, 4, 0.4))  # seconds, where a block saves 0.3
+    length.num_running = 2
+    running = [new_session(1, max_tokens=5), new_session(2, max_tokens=max_tokens)]
+    drafting.running = running
+
+    for session in running:
+        session.append([7])
+        drafting.ask(session, 1.0)
+
+    assert [one.draft.is_open for one in running] == [max_tokens == 200] * 2
+
+
+@pytest.mark.parametrize(("address", "asks"), [("unix:/p.sock", False), ("proposer:1", True)])
+def test_one_session_does_not_draft_at_the_cost_of_many(address: str, asks: bool) -> None:
+    """As after a probe, which opens one. Elsewhere than on the target's cores nobody else waits."""
+    length = DraftLength()
+    length.step_cost, length.num_running = StepCost(((1, 0.1), (8, 0.1), (16, 0.15))), 8
+    drafting = Drafting([RecordingLink(address)], 50, TIMEOUT_S, length=length, target_device="cpu")
+    on_cpu = replace(SCRIPTED_MODEL, device="cpu")
+    drafting.link_up(address, replace(ack(), draft_model=on_cpu))
+    running = [new_session(number) for number in range(1, 9)]
+    drafting.running = running
+    drafting.ask(running[0], 0.0)  # nothing is known: it is opened
+    for _ in range(3):
+        drafting._peers[address].history.observe(1, 0.03, num_running=8)
+    for session in running:
+        session.has_started = True
+    running[0].append([7])
+    block = DraftBlock(1, 3, (7,))
+    drafting.receive(address, block, running[0], 0.1)
+
+    drafting.ask(running[0], 0.2)
+
+    assert (running[0].draft.asked_length is not None) == asks
+
+
+@pytest.mark.parametrize(
+    ("address", "late_s", "is_known"),
+    [("unix:/p.sock", 0.0, True), ("unix:/p.sock", 1e6, False), ("proposer:1", 0.0, False)],
+)
+def test_an_opening_on_the_targets_cores_is_measured(
+    address: str, late_s: float, is_known: bool
+) -> None:
+    """By the answer to a first block that nothing else delayed; no block with it counts as one."""
+    drafting = Drafting([RecordingLink(address)], 50, TIMEOUT_S, target_device="cpu")
+    on_cpu = replace(SCRIPTED_MODEL, device="cpu")
+    drafting.link_up(address, replace(ack(), draft_model=on_cpu))
+    history = drafting._peers[address].history
+    old, *new = (new_session(number) for number in (1, 2, 3))
+
+    def round(sessions: Sequence[Session], now: float, answer_s: float) -> None:
+        for session in sessions:
+            session.append([7])
+            drafting.ask(session, now)
+        drafting.expire(sessions, now + answer_s)
+        for session in sessions:
+            block = DraftBlock(session.session_id, len(session.context), (8, 9))
+            drafting.receive(address, block, session, now + answer_s)
+
+    round([old], 0.0, 0.3)
+    round([old], 1.0, 0.1)
+    history.openings.clear()
+    num_answers = sum(cost.num_answers for cost in history.costs.values())
+    round([old, *new], 2.0, 0.5 + late_s)
+
+    assert list(history.openings) == [FirstBlock(2 * 4, 4, 0.5)] * is_known
+    counted = sum(cost.num_answers for cost in history.costs.values()) - num_answers
+    assert counted == (0 if address.startswith("unix") else 1)
+    round([old], 1e7, 0.1)
+    assert sum(cost.num_answers for cost in history.costs.values()) == num_answers + counted + 1
 
 
 @pytest.mark.parametrize(("address", "waits"), [("unix:/p.sock", True), ("proposer:1", False)])
@@ -249,6 +337,166 @@ def test_a_session_is_opened_with_its_context_and_then_only_extended(bench: Benc
     assert [o.token_ids for o in bench.links[0].sent[0].open] == [(1, 2, 3)]
     assert [(c.base_length, c.token_ids) for c in first.commit] == [(3, (7,))]
     assert [(c.base_length, c.token_ids) for c in second.commit] == [(4, (7,))]
+
+
+# Blocks that come before they are asked for.
+
+
+def ahead(
+    session: Session, outcome: tuple[int, int], tokens: Sequence[int] = (11, 12, 13, 14)
+) -> BlocksAhead:
+    """Returns a block for an outcome of the round that the session is in."""
+    num_accepted, token_id = outcome
+    base_length = len(session.context)
+    return BlocksAhead(session.session_id, base_length, (num_accepted,), (token_id,), tokens)
+
+
+def in_a_round(bench: Bench) -> Session:
+    """Returns a session whose first block, 8 and 9, has come."""
+    session = new_session(1)
+    bench.round(session, answer_s=0.01)
+    return session
+
+
+def commit(bench: Bench, session: Session, token_ids: Sequence[int]) -> Commit:
+    """Ends the session's round; returns what the proposer is told."""
+    session.append(token_ids)
+    bench.drafting.ask(session, bench.now)
+    bench.drafting.flush()
+    [sent] = bench.links[0].sent[-1].commit
+    return sent
+
+
+def test_a_block_that_came_ahead_is_not_waited_for(bench: Bench) -> None:
+    session = in_a_round(bench)
+    bench.drafting.receive("one", ahead(session, (2, 5)), session, bench.now)
+    bench.drafting.receive("one", ahead(session, (1, 5), (14, 15, 16, 17)), session, bench.now)
+
+    sent = commit(bench, session, [8, 5])
+
+    assert (sent.token_ids, sent.max_draft_tokens, sent.num_taken) == ((8, 5), 0, 4)
+    assert session.draft.deadline is None
+    assert session.draft.asked_length is None
+    assert session.draft.take() == ((14, 15, 16, 17), ())
+    peer = bench.drafting._peers["one"]
+    assert peer.ready_rate > 0
+    assert peer.answer_s is None  # nothing was waited for: it says nothing of how long to wait
+
+
+def test_blocks_may_be_taken_one_after_the_other(bench: Bench) -> None:
+    session = in_a_round(bench)
+    block = [8, 9]
+    for number in range(3):
+        bench.drafting.receive("one", ahead(session, (1, 5), range(4)), session, bench.now)
+        bench.drafting.receive("one", ahead(session, (2, 5), range(9, 13)), session, bench.now)
+        assert commit(bench, session, [*block[:2], 5]).num_taken == 4, number
+        block = list(session.draft.take()[0])
+        assert block == [9, 10, 11, 12]
+
+
+@pytest.mark.parametrize("size", [1, 3, 5, 100_000])
+def test_a_block_of_another_size_is_not_taken(bench: Bench, size: int) -> None:
+    """A shorter one is gone on with by its proposer; of a longer one nothing is kept."""
+    session = in_a_round(bench)
+    bench.drafting.receive("one", ahead(session, (0, 5), [1] * size), session, bench.now)
+    assert len(session.draft.ahead) == (size <= session.max_draft_tokens)
+
+    sent = commit(bench, session, [5])
+
+    assert (sent.max_draft_tokens, sent.num_taken) == (4, 0)
+
+
+@pytest.mark.parametrize("rounds", [[[7], [5]], [[9, 5]], [[8], [8, 9, 5]]])
+def test_a_block_for_other_tokens_of_the_same_number_is_not_taken(
+    bench: Bench, rounds: list[list[int]]
+) -> None:
+    """As when rounds went by without a word to the proposer."""
+    session = in_a_round(bench)
+    for number in range(4):
+        bench.drafting.receive("one", ahead(session, (number, 5)), session, bench.now)
+    for tokens in rounds[:-1]:
+        session.append(tokens)
+
+    assert commit(bench, session, rounds[-1]).num_taken == 0
+
+
+@pytest.mark.parametrize("outcome", [[5], [8, 9, 5], [8, 6]])
+def test_a_block_for_another_outcome_is_forgotten(bench: Bench, outcome: list[int]) -> None:
+    session = in_a_round(bench)
+    bench.drafting.receive("one", ahead(session, (1, 5)), session, bench.now)
+
+    sent = commit(bench, session, outcome)
+
+    assert (sent.max_draft_tokens, sent.num_taken) == (4, 0)
+    assert session.draft.asked_length == len(session.context)
+    assert session.draft.ahead == []
+
+
+def test_no_more_tokens_are_taken_than_are_wanted(bench: Bench) -> None:
+    session = in_a_round(bench)
+    bench.drafting.receive("one", ahead(session, (0, 5), range(10, 14)), session, bench.now)
+    session.max_draft_tokens = 2
+
+    assert commit(bench, session, [5]).num_taken == 2
+    assert session.draft.take()[0] == range(10, 12)
+
+
+@pytest.mark.parametrize(("tokens", "num_taken"), [((8, 50, 9, 9), 1), ((-1, 8, 9, 9), 0)])
+def test_a_block_ahead_is_cut_at_the_first_foreign_id(
+    bench: Bench, tokens: Sequence[int], num_taken: int
+) -> None:
+    session = in_a_round(bench)
+    bench.drafting.receive("one", ahead(session, (0, 5), tokens), session, bench.now)
+
+    sent = commit(bench, session, [5])
+
+    assert (sent.num_taken, sent.max_draft_tokens) == (num_taken, 0 if num_taken else 4)
+
+
+def test_blocks_ahead_of_another_round_are_dropped(bench: Bench) -> None:
+    session = in_a_round(bench)
+    late = ahead(session, (0, 5))
+    for shift in (-1, 1, 2):
+        other = late._replace(base_length=late.base_length + shift)
+        bench.drafting.receive("one", other, session, bench.now)
+    bench.drafting.receive("two", late, session, bench.now)
+
+    assert session.draft.ahead == []
+    assert commit(bench, session, [5]).num_taken == 0
+    bench.drafting.receive("one", late, session, bench.now)
+    assert session.draft.ahead == []
+
+
+def test_no_more_blocks_ahead_are_kept_than_agreed(bench: Bench) -> None:
+    session = in_a_round(bench)
+    for token_id in range(MAX_BLOCKS_AHEAD + 10):
+        bench.drafting.receive("one", ahead(session, (0, token_id)), session, bench.now)
+
+    assert len(session.draft.ahead) == MAX_BLOCKS_AHEAD
+
+
+def test_a_session_that_is_lost_forgets_what_came_ahead(bench: Bench) -> None:
+    session = in_a_round(bench)
+    bench.drafting.receive("one", ahead(session, (0, 5)), session, bench.now)
+
+    bench.drafting.link_down("one", "gone", {1: session})
+    bench.drafting.link_up("one", ack())
+    session.draft.retry_at = 0.0
+    step = bench.ask(session)
+
+    assert session.draft.ahead == []
+    assert [one.num_taken for one in step.commit] == [0]
+    assert len(step.open) == 1
+
+
+def test_a_session_that_wants_no_drafts_takes_none(bench: Bench) -> None:
+    session = in_a_round(bench)
+    bench.drafting.receive("one", ahead(session, (0, 7)), session, bench.now)
+    session.max_draft_tokens = 0
+
+    bench.ask(session)
+
+    assert session.draft.take()[0] == ()
 
 
 def test_a_block_for_another_length_is_dropped(bench: Bench) -> None:

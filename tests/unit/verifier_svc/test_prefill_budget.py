@@ -72,9 +72,9 @@ def test_rows_follow_what_the_machine_makes_of_them(most: int) -> None:
     rows = []
     for step_s, row_s in ((0.01, 0.0001), (0.04, 0.002), (0.04, 1.0)):
         budget = PrefillBudget()
-        budget.observe(0, step_s, wait_s=0.0)
-        budget.observe(400, step_s + 400 * row_s, wait_s=0.0)
-        rows.append(budget.rows(most))
+        budget.observe(0, 1, step_s, wait_s=0.0)
+        budget.observe(400, 1, step_s + 400 * row_s, wait_s=0.0)
+        rows.append(budget.rows(most, 1))
 
     assert rows == pytest.approx([min(most, 200), min(most, 40), 16], abs=1)
 
@@ -82,14 +82,27 @@ def test_rows_follow_what_the_machine_makes_of_them(most: int) -> None:
 def test_rounds_that_wait_for_drafts_bear_more_rows() -> None:
     """Each of them is worth more tokens: prompts do not take the longer the better drafts are."""
     budget = PrefillBudget()
-    budget.observe(0, 0.1, wait_s=0.0)
-    budget.observe(400, 0.1 + 400 * 0.005, wait_s=0.0)
-    without = budget.rows(512)
+    budget.observe(0, 1, 0.1, wait_s=0.0)
+    budget.observe(400, 1, 0.1 + 400 * 0.005, wait_s=0.0)
+    without = budget.rows(512, 1)
     for _ in range(20):
-        budget.observe(0, 0.1, wait_s=0.2)
+        budget.observe(0, 1, 0.1, wait_s=0.2)
 
     assert without == pytest.approx(2 * 0.1 / 0.005, abs=1)
-    assert budget.rows(512) == pytest.approx(2 * (0.1 + 0.2) / 0.005, abs=2)
+    assert budget.rows(512, 1) == pytest.approx(2 * (0.1 + 0.2) / 0.005, abs=2)
+
+
+def test_many_sessions_bear_more_rows_than_the_few_that_were_left_before() -> None:
+    """Each step is compared with one of about as many rows, not with the newest ones."""
+    budget = PrefillBudget()
+    for num_rows, step_s in ((16, 0.2), (8, 0.1), (1, 0.05)):
+        for _ in range(20):
+            budget.observe(0, num_rows, step_s, wait_s=0.0)
+    budget.observe(400, 8, 0.1 + 400 * 0.005, wait_s=0.0)
+
+    rows = [budget.rows(512, num_rows) for num_rows in (1, 8, 9, 16, 40)]
+
+    assert rows == pytest.approx([20, 40, 40, 80, 80], abs=1)
 
 
 def test_a_prompt_alone_takes_the_whole_step() -> None:

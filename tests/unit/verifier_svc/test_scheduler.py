@@ -4,14 +4,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 
 from specgw.engine.loading import ModelOptions, load_model
 from specgw.engine.model_runner import ModelRunner, SequenceChunk
 from specgw.errors import InvalidRequest, Overloaded
 from specgw.link import InProcessLink
 from specgw.types import (
+    AnyBlock,
     FinishReason,
     GenerateRequest,
+    ProposeStep,
     SamplingParams,
     UndraftedReason,
 )
@@ -145,6 +148,66 @@ def test_cancelling_frees_the_session_on_both_sides_before_the_next_step(
     verifier.run()
     assert delivered < 24
     assert verifier.scheduler.snapshot.kv_used_tokens == 0
+
+
+def test_a_session_that_is_cancelled_during_a_step_gets_nothing_of_it(
+    random_runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = plain_answers(random_runner, [PROMPT])[tuple(PROMPT)]
+    verifier = InlineVerifier(random_runner, [InProcessLink(ScriptedProposer(script(1, 2, 3)))])
+    kept, gone = verifier.submit(PROMPT), verifier.submit(OTHERS[0])
+    verifier.step(3)
+    delivered, forward = len(verifier.answers[gone].token_ids), random_runner.forward
+
+    def cancel_and_forward(chunks: Sequence[SequenceChunk]) -> Tensor:
+        verifier.scheduler.inbox.cancel(gone)
+        return forward(chunks)
+
+    monkeypatch.setattr(random_runner, "forward", cancel_and_forward)
+    verifier.step()
+    monkeypatch.undo()
+
+    assert len(verifier.answers[gone].token_ids) == delivered
+    assert verifier.scheduler.snapshot.running_count == 1
+    verifier.answers.pop(gone)
+    verifier.run()
+    assert verifier.answers[kept].token_ids == expected
+    assert verifier.scheduler.snapshot.kv_used_tokens == 0
+
+
+class LateLink(InProcessLink):
+    """Answers during the next forward pass, when the session has given its block up."""
+
+    def __init__(self, proposer: ScriptedProposer) -> None:
+        super().__init__(proposer)
+        self.held: list[Sequence[AnyBlock]] = []
+
+    def _propose(self, verifier_id: str, step: ProposeStep) -> Sequence[AnyBlock]:
+        self.held.append(super()._propose(verifier_id, step))
+        return []
+
+
+def test_what_becomes_of_drafts_during_a_step_is_not_what_the_step_was_about() -> None:
+    """A block that comes too late does not make the round one of the proposer's."""
+    runner, now = ToyRunner(), 0.0
+    link = LateLink(ScriptedProposer(script(1, 2, 3)))
+    verifier = InlineVerifier(
+        runner, [link], clock=lambda: now, wait_for_slow_drafts=False, draft_timeout_s=1.0
+    )
+    verifier.submit(PROMPT)
+    verifier.step()  # the prompt
+
+    def late_blocks_come(chunks: Sequence[SequenceChunk]) -> None:
+        for blocks in link.held:
+            verifier.scheduler.inbox.blocks_arrived(link, blocks)
+
+    runner.fault = late_blocks_come
+    now = 2.0
+    verifier.step()
+
+    stats = verifier.scheduler.snapshot.speculation
+    assert stats.undrafted == {UndraftedReason.LATE: 1}
+    assert stats.draft_count == 0
 
 
 def test_joining_and_leaving_sessions_do_not_change_another_one(random_runner: ModelRunner) -> None:
@@ -308,7 +371,7 @@ def test_what_came_during_a_step_counts_when_the_next_blocks_are_asked_for() -> 
     verifier.step()
 
     assert verifier.drafting.length.num_running == 3
-    assert verifier.scheduler.inbox.num_requests == 2
+    assert verifier.scheduler.snapshot.waiting_count == 2
     verifier.run()
     assert verifier.scheduler.inbox.num_requests == 0
 
