@@ -201,6 +201,7 @@ class ProposerHistory:
     """What a proposer's past answers say of its next: their times by how many sessions ran."""
 
     is_sequential: bool = True
+    shares_cores: bool = False  # with the target, so that all sessions wait for its blocks
     costs: dict[int, AnswerCost] = field(default_factory=dict)  # by the bits of that number
     acceptance: AcceptanceRate = field(
         # All would be accepted, as far as is known at first; that is forgotten like all else.
@@ -212,10 +213,11 @@ class ProposerHistory:
     """The newest ones that nothing else delayed."""
 
     @classmethod
-    def of(cls, offer: HelloAck) -> "ProposerHistory":
+    def of(cls, offer: HelloAck, *, shares_cores: bool = False) -> "ProposerHistory":
         """Returns that of a proposer that has just connected."""
         # By vLLM's table of slots: parallel drafts take one for each token, lookups none.
-        return cls(is_sequential=offer.extra_slots_per_session == 1)
+        is_sequential = offer.extra_slots_per_session == 1
+        return cls(is_sequential=is_sequential, shares_cores=shares_cores)
 
     @classmethod
     def of_lookup(cls) -> "ProposerHistory":
@@ -387,6 +389,8 @@ class DraftLength:
         wider_s = self.step_cost.seconds(num_sessions + _PROBE_TOKENS) - step_s
         answer_s = 0.0 if cost is None else cost.seconds(_PROBE_TOKENS)
         opening_s = self.opening_s(opening.num_rows, proposer)
+        if not proposer.shares_cores:  # the one that tries waits alone
+            answer_s /= num_sessions
         cost_s = opening_s + _PROBE_ROUNDS * (answer_s + wider_s)
         return proposer.is_probe_due(step_s / num_sessions, cost_s)
 

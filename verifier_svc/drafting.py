@@ -197,7 +197,7 @@ class Drafting:
         is_on_cpu = ack.draft_model.device == self._target_device == "cpu"
         peer.shares_cores = is_on_cpu and is_local(address)
         peer.answer_s, peer.drafted_s, peer.ready_rate = None, None, 0.0
-        peer.history = ProposerHistory.of(ack)
+        peer.history = ProposerHistory.of(ack, shares_cores=peer.shares_cores)
         logger.info("proposer connected", extra={"address": address, "method": ack.method})
 
     def link_down(self, address: str, detail: str, sessions: Mapping[int, Session]) -> None:

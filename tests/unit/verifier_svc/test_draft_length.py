@@ -49,7 +49,9 @@ class World:
         self.length.step_cost = StepCost(PROFILE)
         self.length.num_running = num_sessions
         self.sessions = [SessionHistory() for _ in range(num_sessions)]
-        self.proposer = ProposerHistory.of(offer(MAX_DRAFT_TOKENS if is_parallel else 1))
+        self.proposer = ProposerHistory.of(
+            offer(MAX_DRAFT_TOKENS if is_parallel else 1), shares_cores=True
+        )
         self.rng = random.Random(0)
         self.num_tokens = 0
         self.seconds = 0.0
@@ -263,6 +265,24 @@ def test_trying_drafts_costs_all_sessions_a_hundredth_at_most(
 
     assert num_probes > 1 or opening_s > 1
     assert lost_s <= 0.011 * seconds + opening_s
+
+
+def test_drafts_elsewhere_that_seemed_dear_are_tried_again_soon() -> None:
+    """Only the session that tries them waits: many sessions bear it easily."""
+    rounds = []
+    for shares_cores in (True, False):
+        world = World(0.8, 0.001, 64)
+        world.proposer.shares_cores = shares_cores
+        for _ in range(20):  # as when many prompts came at once
+            world.proposer.observe(MAX_DRAFT_TOKENS, 0.5, num_running=64)
+        asked = (
+            world.length.choose(MAX_DRAFT_TOKENS, world.session, world.proposer)
+            for _ in range(1_000_000)
+        )
+        rounds.append(next(n for n, num_tokens in enumerate(asked) if num_tokens) / 64)
+
+    assert rounds[1] < 64
+    assert rounds[0] > 5 * rounds[1]
 
 
 def test_a_number_of_sessions_is_not_judged_by_its_first_answer() -> None:
