@@ -88,14 +88,13 @@ class VirtualProposer:
                 self._answer(self.core.apply("v", self._steps.popleft()[1]))
             if self.core.has_work():
                 self._answer([block for _, block in self.core.step()])
-                self._answer([block for _, block in self.core.blocks_ahead()])
             elif self.core.can_run_ahead():
                 self.core.run_ahead()
-                self._answer([block for _, block in self.core.blocks_ahead()])
             elif self._steps and self._steps[0][0] < until:
                 self.timer.wait_until(self._steps[0][0])
             else:
                 return
+            self._answer([block for _, block in self.core.blocks_ahead()])
 
     def _answer(self, blocks: Sequence[AnyBlock]) -> None:
         if blocks:

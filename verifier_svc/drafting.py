@@ -68,7 +68,6 @@ class _Peer:
     link: ProposerLink
     ack: HelloAck | None = None  # while it is connected
     offer: HelloAck | None = None  # the last one
-    shares_cores: bool = False  # whether it computes on the processor that the target computes on
     detail: str = "not connected yet"
     session_ids: set[int] = field(default_factory=set)
     open: list[OpenSession] = field(default_factory=list)
@@ -119,6 +118,11 @@ class _Peer:
         if not was_ready:
             self.drafted_s = moving_average(self.drafted_s, answer_s)
         return self.answer_s
+
+    @property
+    def shares_cores(self) -> bool:
+        """Whether it computes on the processor that the target computes on."""
+        return self.history.shares_cores
 
     @property
     def longest_s(self) -> float | None:
@@ -195,9 +199,8 @@ class Drafting:
         peer = self._peers[address]
         peer.ack, peer.offer, peer.is_slow = ack, ack, False
         is_on_cpu = ack.draft_model.device == self._target_device == "cpu"
-        peer.shares_cores = is_on_cpu and is_local(address)
         peer.answer_s, peer.drafted_s, peer.ready_rate = None, None, 0.0
-        peer.history = ProposerHistory.of(ack, shares_cores=peer.shares_cores)
+        peer.history = ProposerHistory.of(ack, shares_cores=is_on_cpu and is_local(address))
         logger.info("proposer connected", extra={"address": address, "method": ack.method})
 
     def link_down(self, address: str, detail: str, sessions: Mapping[int, Session]) -> None:
@@ -205,7 +208,7 @@ class Drafting:
         peer = self._peers[address]
         if peer.ack is not None or peer.detail != detail:
             logger.warning("proposer unavailable", extra={"address": address, "detail": detail})
-        peer.ack, peer.detail, peer.shares_cores = None, detail, False
+        peer.ack, peer.detail = None, detail
         peer.take_step()
         for session_id in peer.session_ids:
             session = sessions[session_id]
@@ -299,7 +302,9 @@ class Drafting:
             return
         if draft.asked_length != block.base_length:
             return
-        self._count_answer(peer, session, block, now)
+        asked = draft.asked_at, draft.asked_tokens, draft.is_first
+        if self._is_new_answer(address, now, asked, block.reason):
+            self._measure(peer, session, block, now)
         if peer.shares_cores and draft.is_first and draft.asked_at == peer.opened_at:
             self._count_opening(peer, session, block, now)
         draft.block = block.token_ids
@@ -365,14 +370,11 @@ class Drafting:
         wait_s = max(_MIN_DEADLINE_S, _DEADLINE_FACTOR * longest_s)
         return min(wait_s, self._draft_timeout_s)
 
-    def _count_answer(self, peer: _Peer, session: Session, block: DraftBlock, now: float) -> None:
-        """Counts blocks that were asked for together and come together as one answer."""
-        draft = session.draft
-        asked = draft.asked_at, draft.asked_tokens, draft.is_first
-        answer = peer.link.address, now, asked, block.reason
-        if answer != self._measured:
-            self._measured = answer
-            self._measure(peer, session, block, now)
+    def _is_new_answer(self, *answer: object) -> bool:
+        """Whether this is not the newest answer: blocks that come together are one."""
+        is_new = answer != self._measured
+        self._measured = answer
+        return is_new
 
     def _measure(self, peer: _Peer, session: Session, block: DraftBlock, now: float) -> None:
         """Judges the proposer by one more answer; the first of a session holds its prefill."""
@@ -402,7 +404,7 @@ class Drafting:
         draft = session.draft
         peer.num_opening -= 1
         if draft.deadline is None:
-            peer.num_opening = -1  # never to be counted
+            peer.opened_rows = 0  # they tell nothing
         if not block.token_ids:
             peer.opened_rows -= draft.known_length
         if peer.num_opening == 0 and peer.opened_rows > 0:
@@ -532,9 +534,7 @@ class Drafting:
         self._commit(peer, session, 0, num_taken=num_tokens)
         draft.block = draft.token_ids = token_ids
         draft.source, draft.reason = PROPOSER, UndraftedReason.EMPTY
-        taken = peer.link.address, now, num_tokens
-        if taken != self._measured:  # those that are taken together count as one answer
-            self._measured = taken
+        if self._is_new_answer(peer.link.address, now, num_tokens):
             peer.ready_rate = moving_average(peer.ready_rate, True)
             peer.history.observe(num_tokens, 0.0, self.length.num_running)
 

@@ -193,7 +193,8 @@ class Scheduler:
                     ahead = [block for block in event.blocks if isinstance(block, BlocksAhead)]
                     asked = [block for block in event.blocks if isinstance(block, DraftBlock)]
                     self._take(replace(event, blocks=ahead))
-                    self._postponed.append(replace(event, blocks=asked))
+                    if asked:
+                        self._postponed.append(replace(event, blocks=asked))
                 case LinkUp() | LinkDown():
                     self._postponed.append(event)
                 case _:
